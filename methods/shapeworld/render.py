@@ -1,0 +1,159 @@
+"""Draws a scene as a short video.
+
+Knows layout, motion and anti-aliased drawing. Leaves the words to ``scene.py`` and the verdict to ``judge.py``.
+
+Everything is in pixels of the frame and frames of the clip. Objects never touch each other and never leave the frame;
+pixel values stay within 26..230, well inside what a clamping decoder can reproduce.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from methods.shapeworld.scene import MOTIONS, Scene, Thing
+from methods.shapeworld.shapes import EXTENT_ABOVE, EXTENT_BELOW, rgb, signed_distance
+
+Array = NDArray[np.float64]
+
+MARGIN = 1.0  # pixels between an object and the frame's edge
+GAP = 2.75  # least pixels between two objects' bounding boxes, along one axis
+SUPERSAMPLE = 4  # sub-pixels a pixel and axis
+REFERENCE_SIZE = 32.0  # the frame size at which the sizes and speeds below hold; others scale
+
+_DIAMETER = {"single": (8.5, 11.0), "pair": (8.0, 10.0), "count": (7.5, 8.8)}  # bounding box's side, pixels
+_SPEED = (1.0, 1.2)  # pixels a frame at 9 frames; longer clips move proportionally slower
+_DIRECTION = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
+_CANDIDATES = 64  # layouts drawn at once
+_ROUNDS = 40
+
+
+def render(scene: Scene, rng: np.random.Generator, frames: int = 9, size: int = 32) -> NDArray[np.uint8]:
+    """A clip of ``scene``: uint8 (frames, size, size, 3). Position, size, speed and grey level come from ``rng``."""
+    scale = size / REFERENCE_SIZE
+    things = scene.things * scene.count
+    motion = scene.motion if scene.motion is not None else MOTIONS[int(rng.integers(len(MOTIONS)))]
+    path = _path(motion, rng, frames, scale)
+    extents, centres = _layout(scene, things, path, rng, size, scale)
+
+    background = rng.uniform(108.0, 146.0)
+    clip = np.full((frames, size, size, 3), background)
+    high, low = rng.uniform(205.0, 228.0, 2), rng.uniform(28.0, 50.0, 2)
+    for i, thing in enumerate(things):
+        tint = i if scene.kind == "pair" else 0
+        colour = rgb(thing.colour, float(high[tint]), float(low[tint]))
+        _draw(clip, thing.shape, colour, centres[i] + path, float(extents[i]))
+    return np.rint(clip).astype(np.uint8)
+
+
+def _path(motion: str, rng: np.random.Generator, frames: int, scale: float) -> Array:
+    """Displacement (x, y) of every frame from the first, (frames, 2)."""
+    travel = rng.uniform(*_SPEED) * 8.0 * scale  # pixels over the clip, however many frames it has
+    along = np.linspace(0.0, travel, frames) if frames > 1 else np.zeros(1)
+    return along[:, None] * np.array(_DIRECTION[motion], dtype=np.float64)
+
+
+def _layout(
+    scene: Scene,
+    things: tuple[Thing, ...],
+    path: Array,
+    rng: np.random.Generator,
+    size: int,
+    scale: float,
+) -> tuple[Array, Array]:
+    """Half sizes (n,) and first-frame centroids (n, 2) such that nothing touches or leaves the frame on its way.
+
+    Draws many candidates at once and takes the first that fits; each further round draws smaller objects.
+    """
+    low_path, high_path = path.min(axis=0), path.max(axis=0)
+    smallest, largest = _DIAMETER[scene.kind]
+    up = np.array([EXTENT_ABOVE[t.shape] for t in things])
+    down = np.array([EXTENT_BELOW[t.shape] for t in things])
+    for attempt in range(_ROUNDS):
+        top = largest + (smallest - largest) * attempt / (_ROUNDS - 1)
+        extents = 0.5 * scale * rng.uniform(smallest, top, (_CANDIDATES, len(things)))
+        if scene.kind == "count":
+            extents[:] = extents[:, :1]
+        above, below = up * extents, down * extents
+        lower = np.stack([extents, above], axis=-1) + MARGIN * scale - low_path
+        upper = size - np.stack([extents, below], axis=-1) - MARGIN * scale - high_path
+        centres = lower + (upper - lower) * _places(len(things), scene.relation, rng)
+        fits = np.all(upper >= lower, axis=(1, 2)) & _apart(centres, extents, above, below, GAP * scale)
+        fits &= _related(scene, centres, scale)
+        if fits.any():
+            pick = int(np.argmax(fits))
+            return extents[pick], centres[pick]
+    raise RuntimeError(f"no layout found for {scene} in a frame of {size} pixels")
+
+
+def _places(n: int, relation: str | None, rng: np.random.Generator) -> Array:
+    """Candidate positions as shares of the allowed range, (candidates, n, 2): anywhere, or in half of the candidates
+    near different corners (three and more objects) or at opposite ends (a relation), since few others fit."""
+    places = rng.random((_CANDIDATES, n, 2))
+    near = 0.35 * places
+    if relation is not None:
+        axis = 0 if relation in ("left of", "right of") else 1
+        last = 1 if relation in ("left of", "above") else 0  # which object is further right or down
+        guided = places.copy()
+        guided[:, 1 - last, axis] = near[:, 1 - last, axis]
+        guided[:, last, axis] = 1.0 - near[:, last, axis]
+    elif n >= 3:
+        corners = rng.permuted(np.tile(np.arange(4), (_CANDIDATES, 1)), axis=1)[:, :n]
+        guided = np.abs(np.stack([corners % 2, corners // 2], axis=-1) - near)
+    else:
+        return places
+    half = rng.random(_CANDIDATES) < 0.5
+    return np.where(half[:, None, None], guided, places)
+
+
+def _apart(centres: Array, extents: Array, above: Array, below: Array, gap: float) -> NDArray[np.bool_]:
+    """Which candidates keep every two bounding boxes at least ``gap`` apart along x or along y."""
+    fits = np.ones(len(centres), dtype=bool)
+    n = centres.shape[1]
+    for i in range(n):
+        for j in range(i + 1, n):
+            across = np.abs(centres[:, i, 0] - centres[:, j, 0]) - extents[:, i] - extents[:, j]
+            i_first = centres[:, j, 1] - above[:, j] - centres[:, i, 1] - below[:, i]
+            j_first = centres[:, i, 1] - above[:, i] - centres[:, j, 1] - below[:, j]
+            fits &= (across >= gap) | (np.maximum(i_first, j_first) >= gap)
+    return fits
+
+
+def _related(scene: Scene, centres: Array, scale: float) -> NDArray[np.bool_]:
+    """Which candidates hold the asked relation clearly: apart on its axis, and mostly along it."""
+    if scene.relation is None:
+        return np.ones(len(centres), dtype=bool)
+    step = centres[:, 1] - centres[:, 0]  # from the first to the second
+    axis = 0 if scene.relation in ("left of", "right of") else 1
+    sign = 1.0 if scene.relation in ("left of", "above") else -1.0
+    along, across = sign * step[:, axis], step[:, 1 - axis]
+    return (along >= 9.0 * scale) & (np.abs(across) <= 0.6 * along)
+
+
+def _draw(
+    clip: Array,
+    shape: str,
+    colour: Array,
+    centres: Array,
+    extent: float,
+) -> None:
+    """Blends one object into every frame of ``clip``, by the covered share of each pixel."""
+    frames, size = clip.shape[:2]
+    reach = int(np.ceil(extent * 4.0 / 3.0)) + 2
+    offsets = np.arange(-reach, reach + 1)
+    corner = np.floor(centres).astype(int)  # (frames, 2), the pixel that holds the centroid
+    sub = (np.arange(SUPERSAMPLE) + 0.5) / SUPERSAMPLE
+    grid = (offsets[:, None] + sub[None, :]).reshape(-1)  # sub-pixel positions relative to the corner
+    frac = centres - corner
+    dx = grid[None, None, :] - frac[:, 0, None, None]
+    dy = grid[None, :, None] - frac[:, 1, None, None]
+    inside = signed_distance(shape, dx, dy, extent) <= 0.0
+    n = len(offsets)
+    cover = inside.reshape(frames, n, SUPERSAMPLE, n, SUPERSAMPLE).mean(axis=(2, 4))
+    for f in range(frames):
+        x0, y0 = corner[f] - reach
+        xs, ys = max(x0, 0), max(y0, 0)
+        xe, ye = min(x0 + n, size), min(y0 + n, size)
+        part = cover[f, ys - y0 : ye - y0, xs - x0 : xe - x0, None]
+        window = clip[f, ys:ye, xs:xe]
+        window += part * (colour - window)
