@@ -35,7 +35,7 @@ def _found(package: str) -> Path | None:
 
 
 def refuse_shadowed(root: Path) -> None:
-    """Raise ``ShadowedPackageError`` unless each plane that can be found lies in ``root``, the folder of this package."""
+    """Raise ``ShadowedPackageError`` unless each plane that can be found lies in ``root``, where this package lies."""
     for package in PLANES:
         found, expected = _found(package), root / package
         if found is not None and found.resolve() != expected.resolve():

@@ -1,4 +1,4 @@
-"""Where the repository's own files lie, in a checkout and in an installed wheel. Knows nothing about runs or outputs."""
+"""Where the repository's own files lie, in a checkout and in an installed wheel. Knows nothing of runs and outputs."""
 
 from __future__ import annotations
 
