@@ -74,7 +74,7 @@ class ClipReward(Reward):
         self.frames = frames
         self.batch_size = batch_size
         self.dtype = dtype
-        self.version = f"1 {model}@{'main' if revision is None else revision}"
+        self.version = f"1 {model}" if revision is None else f"1 {model}@{revision}"
         self._loaded: _Loaded | None = None
 
     def check(self) -> None:
@@ -82,17 +82,11 @@ class ClipReward(Reward):
         check_processor(self.name, self.processor, revision=self.processor_revision)
 
     def prepare(self, device: str = "cpu") -> None:
-        if self._loaded is None:
-            self.check()
-            self._loaded = self._load()
-        self._loaded.clip.to(device)
+        self._ready().clip.to(device)
 
     @torch.no_grad()
     def score(self, batch: RewardBatch) -> Scores:
-        if self._loaded is None:
-            self.prepare()
-        assert self._loaded is not None
-        loaded, videos, prompts = self._loaded, batch.videos_BFHWC, batch.prompts
+        loaded, videos, prompts = self._ready(), batch.videos_BFHWC, batch.prompts
         attempts, reasons = attempt(self.name, len(batch), lambda i: self._pixels(loaded, videos[i], prompts[i]))
         pixels_NCHW = {row: images for row, images in enumerate(attempts) if images is not None}
         values = np.full(len(batch), np.nan)
@@ -107,6 +101,12 @@ class ClipReward(Reward):
         values[list(pixels_NCHW)] = [float(own.double().mean()) for own in logits_N.cpu().split(counts)]
         return Scores(values=clean(values / self.divisor), reasons=reasons)
 
+    def _ready(self) -> _Loaded:
+        if self._loaded is None:
+            self.check()
+            self._loaded = self._load()
+        return self._loaded
+
     def _load(self) -> _Loaded:
         clip, info = CLIPModel.from_pretrained(
             self.model, revision=self.revision, dtype=getattr(torch, self.dtype), output_loading_info=True
@@ -114,8 +114,8 @@ class ClipReward(Reward):
         wrong = {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}
         if wrong:
             raise UserError(
-                f"reward {self.name}: weights of {self.model} do not fit their config: {wrong}; expected exactly the keys"
-                " and shapes of transformers' CLIPModel; fetch the model again"
+                f"reward {self.name}: weights of {self.model} do not fit their config: {wrong}; expected exactly the"
+                " keys and shapes of transformers' CLIPModel; fetch the model again"
             )
         processor = CLIPProcessor.from_pretrained(self.processor, revision=self.processor_revision)
         return _Loaded(clip=clip.eval().requires_grad_(False), processor=processor)
