@@ -52,7 +52,11 @@ def _check_keys(node: Any, where: str) -> None:
 def _check_target(node: Mapping[str, Any], where: str) -> None:
     target = node["_target_"]
     try:
-        parameters = inspect.signature(get_class(target)).parameters
+        parameters = {
+            name: parameter
+            for name, parameter in inspect.signature(get_class(target)).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
     except Exception as error:  # Hydra's own error type differs with the reason
         raise UserError(
             f"{where}: got _target_ {target!r}, which is no importable class ({str(error).splitlines()[0]}); expected a"
