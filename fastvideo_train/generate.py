@@ -1,0 +1,183 @@
+"""One video without a server: ``python -m fastvideo_train.generate ckpt=... prompt="..." out=x.mp4``.
+
+Everything that can be wrong with the command is found before a weight loads. Knows the engine and the files that it
+writes; knows no training method.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from cards.errors import UserError
+from fastvideo_train.cli import EXIT_OK, Int64, Options, parse_options, pick_device, run_program, usage
+
+if TYPE_CHECKING:
+    from inference.artifact import Artifact
+    from inference.running import StepListener
+
+LATENTS_SUFFIX = ".safetensors"
+LATENTS_KEY = "latents"
+SUFFIXES = (".mp4", ".webm", ".gif", ".png", LATENTS_SUFFIX)
+
+
+class GenerateOptions(Options):
+    """Options left out take the card's defaults."""
+
+    prompt: str = Field(description="what to show")
+    out: str = Field(
+        description="file to write, by suffix: mp4, webm, gif, png (frames side by side), safetensors (latents)"
+    )
+    ckpt: str = Field("wan21", description="export, run folder, plain diffusers folder or card name")
+    negative_prompt: str | None = Field(None, description="what to avoid, when guidance > 1")
+    seed: Int64 | None = Field(None, description="of the noise; left out: a fresh random one, printed")
+    steps: Int64 | None = Field(None, description="solver steps")
+    guidance: float | None = Field(None, description="classifier-free guidance, 1 = conditional only")
+    frames: Int64 | None = Field(None, description="length in frames")
+    height: Int64 | None = Field(None, description="in pixels")
+    width: Int64 | None = Field(None, description="in pixels")
+    solver: str | None = Field(None, description="unipc, euler or dpm2")
+    guidance_policy: str | None = Field(None, description="sequential (equal to diffusers bit for bit) or batched")
+    shift: float | None = Field(None, description="flow shift")
+    fps: float | None = Field(None, gt=0, le=240, allow_inf_nan=False, description="frames a second of the file")
+    scale: int = Field(1, ge=1, le=64, description="enlarge each pixel by this whole factor, nearest neighbour")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:<index>")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 after one message for a mistake in the command."""
+    return run_program(_generate, _usage, argv)
+
+
+def _usage() -> str:
+    return usage(
+        GenerateOptions,
+        "python -m fastvideo_train.generate",
+        "Generate one video.",
+        'python -m fastvideo_train.generate ckpt=outputs/demo/export prompt="a red circle moves left" seed=1 out=x.mp4',
+    )
+
+
+def _generate(argv: Sequence[str]) -> int:
+    options = parse_options(GenerateOptions, argv)
+    out = check_out(options.out)
+
+    from inference.engine import Engine  # loads torch: after the checks that need none
+    from inference.load import card_of
+    from inference.request import Request, resolve
+
+    card = card_of(options.ckpt)
+    request = Request(
+        prompt=options.prompt,
+        negative_prompt=options.negative_prompt,
+        seed=options.seed,
+        frames=options.frames,
+        height=options.height,
+        width=options.width,
+        steps=options.steps,
+        guidance=options.guidance,
+        guidance_policy=options.guidance_policy,
+        solver=options.solver,
+        shift=options.shift,
+        output="latents" if out.suffix.lower() == LATENTS_SUFFIX else "video",
+    )
+    request = resolve(request, card).request
+    engine = Engine(pick_device(options.device))
+    started = time.monotonic()
+    engine.load(card)
+    loaded = time.monotonic()
+    with _progress() as listener:
+        handle = engine.submit(request, listener=listener)
+        while engine.tick():
+            pass
+    artifact = handle.result()
+    done = time.monotonic()
+    what = _write(out, artifact, fps=artifact.fps if options.fps is None else options.fps, scale=options.scale)
+    print(
+        f"wrote {out}: {what}, seed {artifact.provenance.params.seed}, "
+        f"{done - loaded:.1f} s ({loaded - started:.1f} s to load {card.name})"
+    )
+    return EXIT_OK
+
+
+def check_out(out: str) -> Path:
+    """The target's path; raises ``UserError`` for a suffix that is not known or a place that cannot be written."""
+    path = Path(out).expanduser()
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"out: got {out!r}, expected a file name that ends in one of: {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise UserError(f"out: {out!r} is a folder, expected a file name")
+    parent = path.absolute().parent
+    ancestor = next(place for place in (parent, *parent.parents) if place.exists())
+    if not ancestor.is_dir():
+        raise UserError(f"out: {ancestor} is a file, so {out!r} cannot be written below it; give another folder")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise UserError(f"out: no permission to write in {ancestor}; give another folder")
+    return path
+
+
+def _write(out: Path, artifact: Artifact, *, fps: float, scale: int) -> str:
+    """Writes the file, all or nothing; says what is in it. Missing parent folders are made."""
+    from inference.media import write_bytes_atomic, write_video
+
+    if out.suffix.lower() == LATENTS_SUFFIX:
+        from safetensors.torch import save
+
+        latents_1CTHW = artifact.latents.detach().float().cpu().unsqueeze(0).contiguous()
+        provenance = artifact.provenance
+        metadata = {
+            "card_digest": provenance.card_digest,
+            "prompt": provenance.prompt,
+            "negative_prompt": provenance.negative_prompt,
+            "seed": str(provenance.params.seed),
+        }
+        write_bytes_atomic(out, save({LATENTS_KEY: latents_1CTHW}, metadata=metadata))
+        return f"latents {list(latents_1CTHW.shape)}"
+    frames_FHWC = artifact.frames_FHWC().repeat(scale, axis=1).repeat(scale, axis=2)
+    write_video(out, frames_FHWC, fps)
+    count, height, width, _ = frames_FHWC.shape
+    return f"{count} frames of {width}x{height} at {fps:g} fps"
+
+
+@contextmanager
+def _progress() -> Iterator[StepListener]:
+    """A bar on stderr with rate and time left; nothing when stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("start", total=None, rate="")
+        started = time.monotonic()
+
+        def listener(label: str, done: int, total: int) -> None:
+            rate = f"{done / (time.monotonic() - started):.1f} steps/s"
+            bar.update(task, description=label, completed=done, total=total, rate=rate)
+
+        yield listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

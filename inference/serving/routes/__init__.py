@@ -1,0 +1,1 @@
+"""One file a route family; each offers a ``router``."""
