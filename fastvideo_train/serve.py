@@ -40,7 +40,7 @@ class ServeOptions(Options):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after SIGTERM or Ctrl-C, 2 after one message for a mistake in the command."""
+    """Exit code: 0 after SIGTERM, 130 after Ctrl-C, 2 after one message for a mistake in the command."""
     return run_program(_serve, _usage, argv)
 
 

@@ -1,0 +1,68 @@
+"""A task of a card as a list of nodes over named slots.
+
+A node reads slots and writes one. ``when`` says under which condition it runs, so that only the components that a
+request needs are loaded and only the nodes that it needs run; :func:`active_nodes` is the ONE place that decides, and
+every runner uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Condition = Literal["always", "guided", "pixels"]
+"""always | guided: the request uses classifier-free guidance | pixels: the request wants more than latents."""
+
+
+class Node(BaseModel):
+    """One node: a component call (``component`` + ``op``) or a loop (``loop``), never both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    reads: tuple[str, ...]
+    """Slots that it needs; ``prompt`` and ``negative_prompt`` come from the request."""
+    writes: str
+    component: str | None = None
+    op: str | None = None
+    """Operation of the family's table, e.g. ``encode`` or ``decode``."""
+    loop: str | None = None
+    when: Condition = "always"
+
+
+class Program(BaseModel):
+    """The nodes of a task in the order in which they run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: tuple[Node, ...]
+
+    def problems(self, components: Collection[str], loops: Collection[str]) -> list[str]:
+        """What is wrong with the program on a card that has these components and loops."""
+        found: list[str] = []
+        filled: dict[str, Condition] = {"prompt": "always", "negative_prompt": "always"}
+        for node in self.nodes:
+            where = f"node {node.id!r}"
+            if (node.loop is None) == (node.component is None):
+                found.append(f"{where}: expected exactly one of component and loop")
+            if node.component is not None and node.component not in components:
+                found.append(f"{where}: component {node.component!r} is not on the card ({', '.join(components)})")
+            if node.component is not None and node.op is None:
+                found.append(f"{where}: a component node names its op")
+            if node.loop is not None and node.loop not in loops:
+                found.append(f"{where}: loop {node.loop!r} is not on the card ({', '.join(loops)})")
+            for slot in node.reads:
+                if slot not in filled:
+                    found.append(f"{where}: reads slot {slot!r} before any node writes it")
+                elif filled[slot] not in ("always", node.when):
+                    found.append(f"{where}: runs {node.when}, but slot {slot!r} is written when {filled[slot]} only")
+            filled[node.writes] = node.when
+        return found
+
+
+def active_nodes(program: Program, *, guided: bool, pixels: bool) -> tuple[Node, ...]:
+    """The nodes that a request needs, in order."""
+    true = {"always": True, "guided": guided, "pixels": pixels}
+    return tuple(node for node in program.nodes if true[node.when])

@@ -1,0 +1,62 @@
+"""Name -> family. Every miss lists the valid names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cards.card import ModelCard
+from cards.errors import UserError, unknown_name
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family offers; its folder holds card.py, components.py and program.py."""
+
+    name: str
+    pipeline_classes: tuple[str, ...]
+    """``_class_name`` values of model_index.json that the family can read."""
+    sizes: tuple[str, ...]
+    module: str
+
+    def card(self, size: str, source: str | None = None, revision: str | None = None) -> ModelCard:
+        """The card of a size, or of a local folder or hub id given as ``source``."""
+        if size not in self.sizes:
+            raise unknown_name(f"size of card {self.name!r}", size, self.sizes)
+        return importlib.import_module(f"{self.module}.card").build_card(size, source=source, revision=revision)
+
+    def card_from_folder(self, folder: Path) -> ModelCard:
+        """The card of a diffusers folder that holds no card.json, read off its configs."""
+        return importlib.import_module(f"{self.module}.card").card_from_folder(folder)
+
+    def operations(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        """(component kind, operation) -> function (module, tensors, static) -> tensor with a leading batch dim."""
+        return importlib.import_module(f"{self.module}.components").OPERATIONS
+
+    def prepare(self) -> dict[str, Callable[..., Any]]:
+        """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""
+        return importlib.import_module(f"{self.module}.components").PREPARE
+
+
+FAMILIES: dict[str, Family] = {
+    "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
+}
+
+
+def family(name: str) -> Family:
+    """The family called ``name``; raises ``UserError`` with the list of names."""
+    if name not in FAMILIES:
+        raise unknown_name("card", name, FAMILIES)
+    return FAMILIES[name]
+
+
+def family_of_pipeline(class_name: str, where: str) -> Family:
+    """The family that reads a diffusers pipeline class."""
+    for entry in FAMILIES.values():
+        if class_name in entry.pipeline_classes:
+            return entry
+    readable = sorted(name for entry in FAMILIES.values() for name in entry.pipeline_classes)
+    raise UserError(f"{where}: got a {class_name} folder, expected one of: {', '.join(readable)}")

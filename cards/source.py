@@ -1,0 +1,244 @@
+"""Where weights come from: bundled | local diffusers folder | hub id with revision. Loading is strict.
+
+A missing, unexpected or misshapen key is an error that names it, found by reading safetensors headers before any
+weight loads. Only classes on the card's allow-list are built: those of diffusers and transformers that a card names.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cards.card import Component, ModelCard, Source
+from cards.errors import UserError
+
+BUNDLED = Path(__file__).parent
+MODULE_KINDS = ("transformer", "vae", "text_encoder")
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+"""Names that the libraries load without a variant; an ``fp16`` file beside them is not read."""
+ALLOWED_CLASSES = {
+    "diffusers": {
+        "WanTransformer3DModel",
+        "AutoencoderKLWan",
+        "UniPCMultistepScheduler",
+        "FlowMatchEulerDiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+    },
+    "transformers": {"UMT5EncoderModel", "T5TokenizerFast", "T5Tokenizer"},
+}
+"""Classes that a card or a model_index.json may name; anything else is refused."""
+
+
+class SourceError(UserError):
+    """A source that is not there, is incomplete or does not fit the card."""
+
+
+def resolve_folder(source: Source, root: Path | None = None) -> Path:
+    """Local folder of a source; downloads a hub id. Raises :class:`SourceError`.
+
+    ``root``: folder that holds the card, for a source of ".".
+    """
+    if source.kind == "none":
+        raise SourceError("the card has no weights: give card.source=<diffusers folder or hub id>")
+    if source.kind == "bundled":
+        folder = BUNDLED / source.location
+    elif source.kind == "folder":
+        if source.location == ".":
+            if root is None:
+                raise SourceError('the card says its weights are beside it ("."), but it was not read from a folder')
+            folder = root
+        else:
+            folder = Path(source.location)
+    else:
+        return _download(source)
+    if not folder.is_dir():
+        raise SourceError(f"got source {str(folder)!r}, which is not a folder; expected a diffusers model folder")
+    return folder
+
+
+def parse_source(source: str, revision: str | None = None) -> Source:
+    """A local path when there is one, else a hub id such as ``Wan-AI/Wan2.1-T2V-1.3B-Diffusers``."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return Source(kind="folder", location=str(path.resolve()))
+    looks_like_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    if not looks_like_hub:
+        raise SourceError(f"got card.source={source!r}: no such folder, and not a hub id (owner/name)")
+    return Source(kind="hub", location=source, revision=revision)
+
+
+def _download(source: Source) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                source.location,
+                revision=source.revision,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"],
+            )
+        )
+    except Exception as error:
+        raise SourceError(
+            f"could not get {source.location!r} (revision {source.revision or 'main'}) from the hub: "
+            f"{type(error).__name__}: {error}\nDownload it elsewhere and give the folder as card.source=<folder>"
+        ) from None
+
+
+def library_class(library: str, class_name: str) -> Any:
+    """The class, if the allow-list has it."""
+    if class_name not in ALLOWED_CLASSES.get(library, set()):
+        allowed = ", ".join(f"{lib}.{c}" for lib, names in ALLOWED_CLASSES.items() for c in sorted(names))
+        raise SourceError(f"got class {library}.{class_name}, expected one of: {allowed}")
+    module = __import__(library)
+    return getattr(module, class_name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a source, with errors that name the file."""
+    if not path.is_file():
+        raise SourceError(f"missing file {path}; expected a complete diffusers folder")
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise SourceError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise SourceError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+# -- strict checks without loading
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a component's folder, by its index where it is sharded."""
+    for index in (folder / f"{stem}.safetensors.index.json" for stem in WEIGHT_STEMS):
+        if not index.is_file():
+            continue
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise SourceError(f"{folder}: missing weight shards {', '.join(missing)} that {index.name} names")
+        return [folder / name for name in names]
+    for stem in WEIGHT_STEMS:
+        if (folder / f"{stem}.safetensors").is_file():
+            return [folder / f"{stem}.safetensors"]
+    raise SourceError(f"missing file: {folder} holds no diffusion_pytorch_model.safetensors or model.safetensors")
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Key -> shape from the header of a safetensors file, checked against the file's length."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise SourceError(f"{file} is truncated or not a safetensors file; download or export it again")
+        try:
+            header = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise SourceError(f"{file} is not a safetensors file; download or export it again") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end != size:
+        raise SourceError(f"{file} is truncated: got {size} bytes, its header says {8 + length + end}")
+    return {key: tuple(entry["shape"]) for key, entry in header.items()}
+
+
+def build_on_meta(component: Component, folder: Path | None = None) -> nn.Module:
+    """The module without storage, from the source's config or the card's own."""
+    from accelerate import init_empty_weights
+
+    cls = library_class(component.library, component.class_name)
+    config = read_json(folder / component.subfolder / "config.json") if folder is not None else dict(component.config)
+    try:
+        with init_empty_weights(include_buffers=False):
+            if component.library == "diffusers":
+                return cls.from_config(config)
+            return cls(cls.config_class.from_dict(config))
+    except Exception as error:
+        where = "the card's config" if folder is None else folder / component.subfolder / "config.json"
+        raise SourceError(
+            f"{where} builds no {component.class_name}: {type(error).__name__}: {error}; expected its own config"
+        ) from error
+
+
+def check_weights(component: Component, folder: Path) -> None:
+    """Raises :class:`SourceError` that names every missing, unexpected and misshapen key of a component."""
+    where = folder / component.subfolder
+    module = build_on_meta(component, folder)
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+    got: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(where):
+        got |= tensor_shapes(file)
+    missing = [name for name in expected if name not in got and tied.get(name) not in got]
+    unexpected = [name for name in got if name not in expected]
+    misshapen = [
+        f"{name}: got {list(shape)}, expected {list(expected[name])}"
+        for name, shape in got.items()
+        if name in expected and shape != expected[name]
+    ]
+    problems = [
+        f"{label}: {', '.join(rows[:8])}{f' and {len(rows) - 8} more' if len(rows) > 8 else ''}"
+        for label, rows in (("missing keys", missing), ("unexpected keys", unexpected), ("wrong shapes", misshapen))
+        if rows
+    ]
+    if problems:
+        raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(problems))
+
+
+def check_source(card: ModelCard, tasks: tuple[str, ...] | None = None) -> Path:
+    """Checks that the card's source is complete and fits, before any weight loads; gives its folder."""
+    folder = resolve_folder(card.source, card.root)
+    index = read_json(folder / "model_index.json")
+    for cid, component in needed_components(card, tasks).items():
+        library_class(component.library, component.class_name)
+        entry = index.get(component.subfolder)
+        if not entry or entry[0] is None:
+            raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
+        if component.kind in MODULE_KINDS:
+            if entry != [component.library, component.class_name]:
+                raise SourceError(
+                    f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{component.class_name}"
+                )
+            check_weights(component, folder)
+        elif component.kind == "tokenizer":
+            if not (folder / component.subfolder / "tokenizer_config.json").is_file():
+                raise SourceError(f"missing file {folder / component.subfolder / 'tokenizer_config.json'}")
+        elif not (folder / component.subfolder / "scheduler_config.json").is_file():
+            raise SourceError(f"missing file {folder / component.subfolder / 'scheduler_config.json'}")
+    return folder
+
+
+def needed_components(card: ModelCard, tasks: tuple[str, ...] | None = None) -> dict[str, Component]:
+    """Components that any of the tasks (all by default) requires, in the card's order."""
+    wanted = set(card.programs if tasks is None else tasks)
+    return {cid: c for cid, c in card.components.items() if not c.required_for or wanted & set(c.required_for)}
+
+
+# -- loading
+
+
+def load_component(component: Component, folder: Path, device: torch.device | str = "cpu") -> Any:
+    """One component of a folder, in the card's dtype, eval mode, without gradients. Strict."""
+    cls = library_class(component.library, component.class_name)
+    where = folder / component.subfolder
+    if component.kind == "tokenizer":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(where)
+    if component.kind == "scheduler":
+        return cls.from_pretrained(where)
+    dtype = getattr(torch, component.dtype)
+    options = {"torch_dtype": dtype} if component.library == "diffusers" else {"dtype": dtype}
+    module, info = cls.from_pretrained(where, output_loading_info=True, **options)
+    lost = [f"{key}: {sorted(info[key])[:8]}" for key in ("missing_keys", "unexpected_keys") if info.get(key)]
+    if lost:
+        raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(lost))
+    return module.to(device).eval().requires_grad_(False)

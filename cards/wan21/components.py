@@ -1,0 +1,100 @@
+"""What Wan2.1's components compute: each operation as a function of tensors with a leading batch dim.
+
+The operations repeat, value for value, what ``diffusers.WanPipeline`` does around its modules, so the results are
+those of the library. Nothing here knows of requests, loops or batching.
+
+Legend: B batch, C latent channels, T latent frames, H W latent cells, F frames, L tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Tensors = Mapping[str, Tensor]
+
+
+def clean_prompt(text: str) -> str:
+    """Text repair, HTML unescape and white space, as WanPipeline cleans a prompt (ftfy is optional there too)."""
+    try:
+        import ftfy
+
+        text = ftfy.fix_text(text)
+    except ImportError:
+        pass
+    text = html.unescape(html.unescape(text)).strip()
+    return re.sub(r"\s+", " ", text).strip()
+
+
+# -- prepare: slots -> tensors of a call
+
+
+def tokenize(tokenizer: Any, prompt: str, max_sequence_length: int) -> dict[str, Tensor]:
+    """``ids`` and ``mask`` (1, L), padded to ``max_sequence_length``."""
+    out = tokenizer(
+        [clean_prompt(prompt)],
+        padding="max_length",
+        max_length=max_sequence_length,
+        truncation=True,
+        add_special_tokens=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    return {"ids": out.input_ids, "mask": out.attention_mask}
+
+
+# -- operations
+
+
+def encode_text(encoder: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """(B, L, D) last hidden states, zero after each prompt's end."""
+    hidden_BLD = encoder(tensors["ids"], tensors["mask"]).last_hidden_state
+    return hidden_BLD.masked_fill(~tensors["mask"].bool().unsqueeze(-1), 0)
+
+
+def predict_velocity(transformer: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Velocity (B, C, T, H, W) at ``latents``, ``timestep`` (B,) under ``text`` (B, L, D)."""
+    dtype = getattr(torch, static["dtype"])
+    return transformer(
+        hidden_states=tensors["latents"].to(dtype),
+        timestep=tensors["timestep"],
+        encoder_hidden_states=tensors["text"].to(dtype),
+        return_dict=False,
+    )[0]
+
+
+def _moments(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / std per latent channel, shaped (1, C, 1, 1, 1)."""
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean).view(shape).to(like.device, like.dtype)
+    inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(like.device, like.dtype)
+    return mean, inverse_std
+
+
+def decode_latents(vae: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Video (B, 3, F, 8H, 8W) in [-1, 1] of normalised latents (B, C, T, H, W)."""
+    latents_BCTHW = tensors["latents"].to(vae.dtype)
+    mean, inverse_std = _moments(vae, latents_BCTHW)
+    return vae.decode(latents_BCTHW / inverse_std + mean, return_dict=False)[0]
+
+
+def encode_video(vae: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Normalised latents (B, C, T, H, W): the posterior's mode of a video (B, 3, F, H, W) in [-1, 1]."""
+    latents_BCTHW = vae.encode(tensors["video"].to(vae.dtype)).latent_dist.mode()
+    mean, inverse_std = _moments(vae, latents_BCTHW)
+    return (latents_BCTHW - mean) * inverse_std
+
+
+OPERATIONS: dict[tuple[str, str], Callable[[nn.Module, Tensors, Mapping[str, Any]], Tensor]] = {
+    ("text_encoder", "encode"): encode_text,
+    ("transformer", "velocity"): predict_velocity,
+    ("vae", "decode"): decode_latents,
+    ("vae", "encode"): encode_video,
+}
+
+PREPARE: dict[str, Callable[..., dict[str, Tensor]]] = {"tokenize": tokenize}

@@ -1,0 +1,105 @@
+"""The command line of training: ``python train.py method=diffusion_nft card=wan21``.
+
+Hydra composes, the checks run before anything is written, then the run starts here or in one process a device.
+Nothing heavy is imported until a run starts, so ``--help`` and a typo answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from cards.errors import UserError
+from fastvideo_train.paths import conf_dir
+
+SHORT_KEYS = ("steps", "batch_size", "lr")
+"""Top-level keys that set the method's argument of the same name."""
+EXIT_USER_ERROR = 2
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 a bug (with its traceback), 2 a mistake in the input."""
+    started: list[bool] = []
+
+    @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
+    def command(cfg: DictConfig) -> None:
+        started.append(True)
+        sys.exit(run_job(cfg))
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    try:
+        command()
+    except SystemExit as stop:
+        # Hydra exits with 1 for a key or a choice that does not exist: that is a mistake in the input.
+        if stop.code == 1 and not started:
+            sys.exit(EXIT_USER_ERROR)
+        if HydraConfig.initialized() and stop.code == 0:
+            return
+        raise
+
+
+def run_job(cfg: DictConfig) -> int:
+    """One job of a run or sweep; gives its exit code."""
+    try:
+        apply_short_keys(cfg)
+        _run(cfg)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted; continue with resume=auto", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def apply_short_keys(cfg: DictConfig) -> None:
+    """Copies ``steps=``, ``batch_size=`` and ``lr=`` to the method, and each rank's rows to the data module."""
+    with open_dict(cfg):
+        for key in SHORT_KEYS:
+            if cfg[key] is not None:
+                cfg.method[key] = cfg[key]
+        cfg.data.batch_size = max(1, int(cfg.method.batch_size) // max(1, int(cfg.devices)))
+
+
+def run_directory(cfg: DictConfig) -> Path:
+    """``outputs/<run>``; without ``run=`` a name of method, card, size, seed and time; in a sweep one a job."""
+    name = cfg.run
+    job = HydraConfig.get().job.get("num") if HydraConfig.initialized() else None
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN
+    if name is None:
+        method = str(cfg.method._target_).rsplit(".", 2)[-2]
+        name = f"{method}-{cfg.card.name}-{cfg.card.size}-s{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if sweep:
+        name = f"{name}-{job}"
+    if not str(name) or Path(str(name)).name != str(name) or str(name).startswith("."):
+        raise UserError(f"run: got {name!r}, expected a plain folder name")
+    return Path(cfg.outputs) / str(name)
+
+
+def _run(cfg: DictConfig) -> None:
+    run_dir = run_directory(cfg)
+    from fastvideo_train.checks import check_run
+
+    check_run(cfg, run_dir)
+    from fastvideo_train import launch, rundir
+
+    rundir.prepare(run_dir, overwrite=cfg.overwrite)
+    OmegaConf.resolve(cfg)
+    config: Any = OmegaConf.to_container(cfg)
+    rundir.write_text(run_dir / rundir.CONFIG_FILE, OmegaConf.to_yaml(cfg))
+    launch.launch(config, str(run_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Checkpoints: everything that a resumed run needs to equal the uninterrupted one, bit for bit.
+
+One folder a checkpoint, ``checkpoints/step-000040``, written aside and renamed, then ``checkpoints/last`` is pointed at
+it: a kill at any moment leaves the previous one whole. Weights are stored whole whatever the plan, so a run may resume
+under another one. Randomness is addressed by step, so no generator state is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from cards.errors import UserError
+from cards.card import ModelCard
+from cards.source import load_component, resolve_folder
+from fastvideo_train.export import trained_module
+from fastvideo_train.module import PostTrainingModule
+from methods.roles import LoRA, trainable_component
+
+STATE_FILE = "state.pt"
+META_FILE = "meta.json"
+LAST = "last"
+_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, broken or of another run."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says of itself without loading it."""
+
+    step: int
+    """Training steps behind it."""
+    optimizer_steps: int
+    card_digest: str
+    card_name: str
+    method: str
+    seed: int
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_roles(module: PostTrainingModule) -> dict[str, dict[str, Any]]:
+    """Whole state dict of each role's module, on CPU on rank 0. Call on every rank."""
+    return {name: get_model_state_dict(role, options=_OPTIONS) for name, role in module.roles.items()}
+
+
+def weight_change(card: ModelCard, state: Mapping[str, Any], role: str, lora: LoRA | None) -> dict[str, float]:
+    """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged."""
+    folder = resolve_folder(card.source, card.root)
+    component = trainable_component(card)
+    before = load_component(card.components[component], folder).state_dict()
+    after = trained_module(card, folder, state, role, lora).state_dict()
+    return {component: max((after[key].float() - before[key].float()).abs().max().item() for key in before)}
+
+
+def state_of(module: PostTrainingModule, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole state, gathered on rank 0 (other ranks get what they need for the collectives)."""
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    schedule: Any = module.lr_schedulers()
+    return {
+        "roles": gather_roles(module),
+        "optimizer": get_optimizer_state_dict(module.roles["student"], optimizer, options=_OPTIONS),
+        "schedule": schedule.state_dict(),
+        "data": dict(data),
+    }
+
+
+def save(folder: Path, module: PostTrainingModule, data: Mapping[str, Any], keep: int = 2) -> Path:
+    """Writes ``folder/step-N`` and points ``folder/last`` at it. Call on every rank."""
+    state = state_of(module, data)
+    target = folder / f"step-{module.step_index:06d}"
+    if rank() == 0:
+        meta = Meta(
+            step=module.step_index,
+            optimizer_steps=module.optimizer_steps,
+            card_digest=module.card.digest,
+            card_name=module.card.name,
+            method=module.method.name,
+            seed=module.seed,
+        )
+        aside = folder / f".{target.name}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        with (aside / STATE_FILE).open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        (aside / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        _point(folder / LAST, target.name)
+        _prune(folder, keep)
+    barrier()
+    return target
+
+
+def _point(link: Path, name: str) -> None:
+    """Moves a relative symlink in one rename."""
+    aside = link.with_name(f".{link.name}.tmp")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    os.replace(aside, link)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def find_last(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    folder = run_dir / "checkpoints"
+    whole = [c for c in sorted(folder.glob("step-*")) if (c / META_FILE).is_file() and (c / STATE_FILE).is_file()]
+    return whole[-1] if whole else None
+
+
+def read_meta(checkpoint: Path) -> Meta:
+    """Raises :class:`CheckpointError` for a folder that is not a whole checkpoint."""
+    try:
+        return Meta(**json.loads((checkpoint / META_FILE).read_text()))
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint ({error}); expected a folder such as outputs/<run>/checkpoints/last"
+        ) from None
+
+
+def check_meta(meta: Meta, *, card_digest: str, card_name: str, method: str, seed: int, where: Path) -> None:
+    """Raises :class:`CheckpointError` when the checkpoint is of another card, method or seed."""
+    wrong = [
+        f"{what}: the checkpoint has {old}, this run has {new}"
+        for what, old, new in (
+            ("card", f"{meta.card_name} ({meta.card_digest[:12]})", f"{card_name} ({card_digest[:12]})"),
+            ("method", meta.method, method),
+            ("seed", str(meta.seed), str(seed)),
+        )
+        if old != new
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"cannot resume from {where}: " + "; ".join(wrong) + ". Start a new run (run=<name>) or pass what it had"
+        )
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The stored state, on CPU."""
+    try:
+        return torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from None
+
+
+def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> None:
+    """Puts a state back into a configured module, under whatever plan. Call on every rank."""
+    options = StateDictOptions(full_state_dict=True, strict=True)
+    for name, role in module.roles.items():
+        set_model_state_dict(role, state["roles"][name], options=options)
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    if state["optimizer"]["state"]:
+        set_optimizer_state_dict(module.roles["student"], optimizer, state["optimizer"], options=options)
+    schedule: Any = module.lr_schedulers()
+    schedule.load_state_dict(state["schedule"])
+    module.step_index = meta.step
+    module.optimizer_steps = meta.optimizer_steps
+    for role in module.roles.names:
+        module.roles.changed(role)

@@ -1,0 +1,233 @@
+"""Export: the trained role as a derived card and a diffusers folder that plain ``diffusers`` loads.
+
+Ends with a strict reload and one seeded request whose latents must equal the trainer's own; only then does the folder
+appear under its name. ``python -m fastvideo_train.export ckpt=<checkpoint> out=<folder>`` does the same later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cards.card import CARD_FILE, ModelCard, Recipe, Source
+from cards.source import load_component, resolve_folder, weight_files
+from inference.engine import Engine
+from inference.media import write_video
+from inference.request import Request
+from methods.roles import trainable_component
+
+LORA_TOLERANCE = 1e-4
+"""Merging adds B A into W before the product: equal in exact arithmetic, not in float32."""
+
+
+class ExportError(RuntimeError):
+    """The exported folder does not give what the trainer gives."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Outcome of an export."""
+
+    folder: Path
+    card: ModelCard
+    latents_difference: float
+    """Largest absolute difference of the seeded request, reloaded against trained."""
+
+
+def derived_card(
+    card: ModelCard,
+    *,
+    method: str,
+    guidance: float | None,
+    data: str,
+    metrics: dict[str, float],
+    weights: dict[str, str],
+) -> ModelCard:
+    """The child card of a run: its recipe, its guidance scale, weights beside it."""
+    loops = card.loops
+    if guidance is not None:
+        loops = {
+            name: loop.model_copy(update={"guidance": loop.guidance.model_copy(update={"scale": guidance})})
+            for name, loop in loops.items()
+        }
+    recipe = Recipe(
+        method=method,
+        assumes_loop=card.recipe.assumes_loop,
+        assumes_precision=card.precision.train,
+        consistency_required=card.recipe.consistency_required,
+        data=data,
+        metrics=metrics,
+        weights=weights,
+    )
+    return card.derive(
+        name=f"{card.name}-{method}", source=Source(kind="folder", location="."), loops=loops, recipe=recipe
+    )
+
+
+def file_digest(path: Path) -> str:
+    """sha256 (hex) of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def trained_module(card: ModelCard, folder: Path, state: dict[str, Any], role: str, lora: Any) -> Any:
+    """A whole module on CPU with a role's weights; LoRA is merged into the base.
+
+    ``state``: the student module's (full weights: the role's) state dict, gathered.
+    """
+    component = trainable_component(card)
+    module = load_component(card.components[component], folder)
+    if lora is None:
+        module.load_state_dict(state, strict=True)
+        return module
+    return _merge_lora(module, state, role, lora)
+
+
+def _merge_lora(module: Any, state: dict[str, Any], role: str, lora: Any) -> Any:
+    """``W <- W + (alpha / r) B A`` for every adapted layer."""
+    scale = lora.alpha / lora.rank
+    marker = f".lora_A.{role}.weight"
+    layers = dict(module.named_modules())
+    with torch.no_grad():
+        for key, a in state.items():
+            if key.endswith(marker):
+                name = key.removesuffix(marker)
+                b = state[f"{name}.lora_B.{role}.weight"]
+                layers[name].weight += scale * (b.float() @ a.float()).to(layers[name].weight.dtype)
+    return module
+
+
+def lora_state(state: dict[str, Any], role: str) -> dict[str, Any]:
+    """The adapter's weights under diffusers' names, for ``WanPipeline.load_lora_weights``."""
+    marker = f".{role}.weight"
+    return {
+        key.removesuffix(marker) + ".weight": value.contiguous()
+        for key, value in state.items()
+        if key.endswith(marker) and ".lora_" in key
+    }
+
+
+def export_model(
+    *,
+    card: ModelCard,
+    out: Path,
+    state: dict[str, Any],
+    role: str,
+    lora: Any,
+    method: str,
+    guidance: float | None,
+    data: str,
+    metrics: dict[str, float],
+    reference_latents: torch.Tensor | None,
+    reference_request: Request,
+    samples: list[tuple[str, np.ndarray]],
+) -> Exported:
+    """Writes, reloads and checks the export; see the module's docstring.
+
+    Args:
+        state: gathered state dict, see :func:`trained_module`.
+        reference_latents: the trainer's own (C, T, H, W) for ``reference_request``; None checks the reload against
+            the module in memory.
+        samples: (prompt, frames FHWC) shown in the README.
+    """
+    source = resolve_folder(card.source, card.root)
+    aside = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    component = trainable_component(card)
+    subfolder = card.components[component].subfolder
+    shutil.copytree(source, aside, ignore=_leave(source, subfolder))
+    module = trained_module(card, source, state, role, lora)
+    module.save_pretrained(aside / subfolder)
+    if lora is not None:
+        _save_lora(aside / "lora", state, role)
+    weights = {component: file_digest(weight_files(aside / subfolder)[0])}
+    child = derived_card(card, method=method, guidance=guidance, data=data, metrics=metrics, weights=weights)
+    (aside / CARD_FILE).write_text(child.to_json())
+    _write_readme(aside, child, samples)
+    difference = _reload_difference(aside, card, source, module, reference_latents, reference_request)
+    allowed = 0.0 if lora is None else LORA_TOLERANCE
+    if not difference <= allowed:
+        raise ExportError(
+            f"the export gives other latents than the trainer: largest difference {difference:.3e}, allowed "
+            f"{allowed:.0e}; it is left in {aside}"
+        )
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(aside, out)
+    return Exported(out, ModelCard.load(out), difference)
+
+
+def _leave(source: Path, subfolder: str) -> Any:
+    """``copytree`` filter: the parts of a diffusers folder, without the trained component and papers of its own."""
+    parts = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"} - {subfolder}
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name not in parts] if Path(folder) == source else []
+
+    return ignore
+
+
+def _save_lora(folder: Path, state: dict[str, Any], role: str) -> None:
+    from diffusers import WanPipeline
+
+    WanPipeline.save_lora_weights(folder, transformer_lora_layers=lora_state(state, role))
+
+
+def _reload_difference(
+    folder: Path,
+    card: ModelCard,
+    source: Path,
+    module: Any,
+    reference: torch.Tensor | None,
+    request: Request,
+) -> float:
+    """Loads the folder strictly, as any user would, and samples once."""
+    engine = Engine("cpu")
+    instance = engine.load(folder)
+    ours = engine.run(request, instance).latents
+    if reference is None:
+        resident = instance.residents[trainable_component(card)]
+        reference = engine.run(request, instance.view({trainable_component(card): type(resident)(module)})).latents
+    return (ours - reference.cpu()).abs().max().item()
+
+
+def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.ndarray]]) -> None:
+    """Model card for people, with sample clips as GIFs."""
+    s, loop = card.sampling, next(iter(card.loops.values()))
+    lines = [
+        f"# {card.name}",
+        "",
+        f"Made by `{card.recipe.method}` from the card `{card.recipe.parents[0][:12]}`. Digest `{card.digest}`.",
+        "",
+        "```python",
+        "import torch",
+        "from diffusers import WanPipeline",
+        "",
+        f'pipe = WanPipeline.from_pretrained("{folder.name.removeprefix(".").removesuffix(".tmp")}", '
+        "torch_dtype=torch.float32)",
+        f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
+        f"             num_inference_steps={s.steps}, guidance_scale={loop.guidance.scale},",
+        '             generator=torch.Generator("cpu").manual_seed(1)).frames[0]',
+        "```",
+        "",
+        f"Sampler: {loop.solver}, shift {loop.schedule.shift}, {s.steps} steps, guidance {loop.guidance.scale} "
+        f"({loop.guidance.convention} convention).",
+        "",
+    ]
+    if card.recipe.metrics:
+        lines += ["| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.4g} |" for name, value in sorted(card.recipe.metrics.items())] + [""]
+    if samples:
+        (folder / "samples").mkdir()
+        lines += ["| prompt | sample |", "|---|---|"]
+        for i, (prompt, frames) in enumerate(samples):
+            name = f"samples/{i:02d}.gif"
+            write_video(folder / name, np.repeat(np.repeat(frames, 4, axis=1), 4, axis=2), card.sampling.fps)
+            lines.append(f"| {prompt} | ![]({name}) |")
+    (folder / "README.md").write_text("\n".join(lines) + "\n")

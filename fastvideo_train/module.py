@@ -1,0 +1,194 @@
+"""PostTrainingModule: owns the roles, the optimizer and the average; turns a method's updates into steps.
+
+Knows no method's maths and no file format. Manual optimization: a method may make several losses and several optimizer
+steps of one batch. Randomness is addressed by (seed, step), so nothing here keeps a generator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim.lr_scheduler import LambdaLR
+
+from cards.card import ModelCard
+from fastvideo_train.parallel.plan import Plan
+from inference.engine import Engine
+from inference.instance import ModelInstance
+from inference.parity.behaviour import behaviour_gate
+from inference.parity.interleave import GateReport
+from methods.method import Context, Method, Update
+from methods.rewards.reward import Reward
+from methods.roles import EMA, STUDENT, Roles
+from methods.world import World
+
+StepHook = Callable[[int, dict[str, float]], None]
+
+
+class ParityError(RuntimeError):
+    """Training and serving no longer compute the same: the run must not go on."""
+
+
+class PostTrainingModule(LightningModule):
+    """See the module's docstring.
+
+    Args:
+        card: what is trained.
+        method: what it is trained by.
+        plan: how it is placed.
+        reward: for methods that need one.
+        seed: of every draw.
+        parity_every: training steps between C2 gates; the first runs before the first update. 0 runs none.
+        start_step: training steps that a resumed run has behind it.
+        on_step: called with (step, metrics) after each training step, on every rank.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        base: ModelInstance,
+        method: Method,
+        plan: Plan,
+        *,
+        reward: Reward | None,
+        seed: int,
+        max_rows: int = 32,
+        parity_every: int = 0,
+        start_step: int = 0,
+        on_step: StepHook | None = None,
+    ):
+        super().__init__()
+        self.automatic_optimization = False
+        self.card = card
+        self.method = method
+        self.plan = plan
+        self.reward = reward
+        self.seed = seed
+        self.parity_every = parity_every
+        self.step_index = start_step
+        self.optimizer_steps = 0
+        self.position: dict[str, Any] = {}
+        self.on_step = on_step
+        self.c2: GateReport | None = None
+        names = (*method.roles(), *((EMA,) if method.ema is not None else ()))
+        self.roles = Roles(base, names, method.lora)
+        self.base = base
+        self.engine = Engine(base.device, batching="shape", max_rows=max_rows)
+        self.on_start: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._sharded = False
+
+    # -- placement
+
+    def configure_model(self) -> None:
+        """Shards the roles' modules by the plan, once."""
+        if self._sharded:
+            return
+        self._sharded = True
+        mesh = getattr(self, "_device_mesh", None)
+        for module in self.roles.sharded_modules():
+            if self.plan.activation_checkpointing and hasattr(module, "enable_gradient_checkpointing"):
+                module.enable_gradient_checkpointing()
+            self.plan.shard(module, None if mesh is None else mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        method = self.method
+        optimizer = torch.optim.AdamW(
+            self.roles.trained(), lr=method.lr, betas=method.betas, weight_decay=method.weight_decay
+        )
+        warmup = method.warmup
+        schedule = LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / warmup) if warmup > 0 else 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def world(self) -> World:
+        return World(self.global_rank, self.trainer.world_size)
+
+    def context(self) -> Context:
+        """What the method works with, on this rank."""
+        return Context(
+            card=self.card,
+            engine=self.engine,
+            roles=self.roles,
+            world=self.world(),
+            seed=self.seed,
+            device=self.base.device,
+            reward=self.reward,
+        )
+
+    @property
+    def best_role(self) -> str:
+        """The role that is evaluated and exported: the average when there is one."""
+        return EMA if self.method.ema is not None else STUDENT
+
+    # -- training
+
+    def on_train_start(self) -> None:
+        if self.on_start is not None:
+            self.on_start()
+
+    def on_train_end(self) -> None:
+        if self.on_end is not None:
+            self.on_end()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Methods move what they use."""
+        return batch
+
+    def training_step(self, step_batch: Any, batch_idx: int) -> None:
+        batch = step_batch.batch
+        if batch is None:
+            return
+        began = time.perf_counter()
+        step = self.step_index
+        metrics: dict[str, float] = {}
+        if self.parity_every > 0 and step % self.parity_every == 0:
+            metrics["parity/c2"] = self.check_parity()
+        context = self.context()
+        for update in self.method.updates(batch, step, context):
+            for name, value in update.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            if update.loss is not None:
+                metrics |= self._descend(update)
+        metrics |= self.method.after_step(step, self.optimizer_steps, context)
+        self.step_index = step + 1
+        self.position = step_batch.position
+        metrics = context.world.mean(metrics)
+        metrics["time/step_seconds"] = time.perf_counter() - began
+        if self.on_step is not None:
+            self.on_step(self.step_index, metrics)
+
+    def _descend(self, update: Update) -> dict[str, float]:
+        """One backward and, when the update says so, one optimizer step."""
+        assert update.loss is not None
+        self.manual_backward(update.loss)
+        if not update.step:
+            return {}
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.roles.trained(), float("inf") if self.method.clip is None else self.method.clip
+        )
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        self.optimizer_steps += 1
+        self.roles.changed(STUDENT)
+        if self.method.ema is not None:
+            self.roles.blend(EMA, self.method.ema if self.optimizer_steps > self.method.ema_start else 0.0)
+        return {"train/grad_norm": float(full), "train/lr": schedule.get_last_lr()[0]}
+
+    def check_parity(self) -> float:
+        """The C2 gate on the student; stops the run when training and serving differ."""
+        self.c2 = behaviour_gate(
+            self.roles.instance(STUDENT), prompt="", seed=self.seed, steps=4, solver="euler"
+        )
+        if not self.c2.passed:
+            raise ParityError(
+                f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "
+                f"{self.c2.tolerance:.1e}; the loop that trains is not the loop that serves"
+            )
+        return self.c2.difference

@@ -1,0 +1,382 @@
+"""One process of a run, from the checked config to the export. Runs alike alone and as one of several ranks.
+
+Order: build, load, evaluate before, train (metrics, checkpoints, evaluations), evaluate after, export, report.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from cards.errors import UserError
+from cards.source import resolve_folder
+from fastvideo_train import checkpoint as ckpt
+from fastvideo_train.callbacks.progress import Progress
+from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
+from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
+from fastvideo_train.export import Exported, export_model
+from fastvideo_train.logging.metrics_csv import MetricsCSV
+from fastvideo_train.logging.samples import save_samples
+from fastvideo_train.module import PostTrainingModule
+from fastvideo_train.report import write_report
+from fastvideo_train.rundir import SUMMARY_FILE, write_json
+from inference.instance import ModelInstance
+from inference.request import Request
+from loops.loop import ModelCall
+from methods.roles import trainable_component
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch with the data position after it, so that a checkpoint never points past what was trained on."""
+
+    batch: Any
+    position: dict[str, Any]
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` takes CUDA when there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"device: got {name!r}, expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: got cuda, but torch sees no CUDA device; use device=auto or device=cpu")
+    return torch.device(name)
+
+
+def run_worker(config: dict[str, Any], run_dir: str) -> None:
+    """Entry of every process; ``config`` is the resolved config as plain containers."""
+    Run(OmegaConf.create(config), Path(run_dir)).go()
+
+
+class Run:
+    """State of one process of a run."""
+
+    def __init__(self, cfg: DictConfig, run_dir: Path):
+        # The folder is ours now: what was checked against overwriting needs no second look.
+        cfg = OmegaConf.merge(cfg, {"overwrite": False})  # type: ignore[assignment]
+        self.cfg = cfg
+        self.run_dir = run_dir
+        self.started = time.time()
+        resume = checkpoint_to_resume(run_dir, cfg.resume)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the checks of the launching process have warned already
+            self.parts: Parts = check_run(OmegaConf.merge(cfg, {"resume": "auto"}), run_dir)  # type: ignore[arg-type]
+        self.resume = resume
+        self.meta = None if resume is None else ckpt.read_meta(resume)
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.exported: Exported | None = None
+
+    # -- set-up
+
+    def go(self) -> None:
+        from lightning.pytorch import Trainer, seed_everything
+
+        seed_everything(self.cfg.seed, verbose=False)
+        parts, cfg = self.parts, self.cfg
+        device = pick_device(cfg.device)
+        start = 0 if self.meta is None else self.meta.step
+        trainer = Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=cfg.devices,
+            strategy=parts.plan.strategy(cfg.devices),
+            precision="32-true",
+            max_epochs=1,
+            limit_train_batches=max(1, parts.method.steps - start),
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            log_every_n_steps=1,
+        )
+        self.trainer = trainer
+        if device.type == "cuda":
+            device = torch.device("cuda", trainer.local_rank)
+            torch.cuda.set_device(device)
+        self.progress = Progress(silent=trainer.global_rank > 0)
+        base = ModelInstance.from_folder(parts.card, resolve_folder(parts.card.source, parts.card.root), device)
+        self.module = PostTrainingModule(
+            parts.card,
+            base,
+            parts.method,
+            parts.plan,
+            reward=parts.reward,
+            seed=cfg.seed,
+            max_rows=cfg.max_rows,
+            parity_every=cfg.parity_every,
+            start_step=start,
+            on_step=self._after_step,
+        )
+        self.module.on_start = self._on_start
+        self.module.on_end = self._on_end
+        self.settings = self._eval_settings()
+        self.metrics = MetricsCSV(self.run_dir / "metrics.csv") if trainer.global_rank == 0 else None
+        self.tracker = self._tracker() if trainer.global_rank == 0 else None
+        if parts.data is not None:
+            self._prepare_clips(base)
+        trainer.fit(self.module, train_dataloaders=Batches(self))
+
+    def _tracker(self) -> Any:
+        from fastvideo_train.logging.wandb_logger import make_tracker
+
+        return make_tracker(self.cfg.logger, run_dir=self.run_dir, config=OmegaConf.to_container(self.cfg))
+
+    def _prepare_clips(self, base: ModelInstance) -> None:
+        """Encodes the data set once, through the card's own VAE operation."""
+        data = self.parts.data
+
+        def encode(video_BCFHW: torch.Tensor) -> torch.Tensor:
+            return base.call(ModelCall("vae", "encode", {"video": video_BCFHW})).float().cpu()
+
+        from fastvideo_train.export import file_digest
+        from cards.source import weight_files
+
+        folder = resolve_folder(self.parts.card.source, self.parts.card.root)
+        digest = "-".join(file_digest(path)[:16] for path in weight_files(folder / "vae"))
+        data.use_encoder(encode, vae_digest=digest)
+        data.trainer = self.trainer
+        self.trainer.strategy.setup_environment()
+        if self.trainer.global_rank == 0:
+            data.prepare_data()
+        ckpt.barrier()
+        data.setup("fit")
+
+    def _eval_settings(self) -> EvalSettings:
+        cfg, parts = self.cfg.eval, self.parts
+        kind = cfg.prompts
+        if kind == "auto":
+            kind = "shapeworld" if parts.card.recipe.data == "ShapeWorld" else "source"
+        reward = parts.reward
+        items: tuple[EvalItem, ...] = ()
+        if kind == "shapeworld":
+            from methods.rewards.shape_eval import ShapeEvalReward
+            from methods.shapeworld.heldout import EVAL_SET
+
+            reward = ShapeEvalReward()
+            items = tuple(EvalItem(item.prompt, item.seed) for item in EVAL_SET[: cfg.count])
+        elif kind == "source" and parts.prompts is not None:
+            far = 10**9
+            prompts = [parts.prompts.at(far + i) for i in range(cfg.count)]
+            items = tuple(EvalItem(p.text, 1000 + i, dict(p.metadata)) for i, p in enumerate(prompts))
+        guidance = cfg.guidance if cfg.guidance is not None else parts.method.rollout_guidance()
+        return EvalSettings(
+            items, reward, steps=cfg.steps, guidance=guidance, solver=cfg.solver, samples=cfg.samples
+        )
+
+    # -- hooks of the module
+
+    def _on_start(self) -> None:
+        """Once the module is placed: resume, or evaluate what we start from."""
+        if self.resume is not None and self.meta is not None:
+            state = ckpt.load_state(self.resume)
+            ckpt.restore(state, self.meta, self.module)
+            self.before = state["data"]["before"]
+            self.module.position = state["data"]["position"]
+        start = self.module.step_index
+        if self.metrics is not None:
+            self.metrics.truncate_after(start)
+        if self.resume is None:
+            self.before = self._evaluate("before", 0)
+        self.bar = self.progress.phase("train", self.parts.method.steps)
+        self.bar.__enter__()
+        if start:
+            self.bar.advance(start)
+
+    def _after_step(self, step: int, metrics: dict[str, float]) -> None:
+        cfg = self.cfg
+        if self.metrics is not None:
+            self.metrics.log(step, metrics)
+        if self.tracker is not None:
+            self.tracker.log(step, metrics)
+        shown = {key: metrics[f"train/{key}"] for key in ("loss", "reward") if f"train/{key}" in metrics}
+        self.bar.advance(1, **shown)
+        last = step == self.parts.method.steps
+        if cfg.eval_every > 0 and step % cfg.eval_every == 0 and not last:
+            self._evaluate(f"step-{step:06d}", step)
+        if last or (cfg.save_every > 0 and step % cfg.save_every == 0):
+            self._save()
+
+    def _save(self) -> None:
+        data = {"position": self.module.position, "before": self.before}
+        ckpt.save(self.run_dir / "checkpoints", self.module, data, keep=self.cfg.keep_checkpoints)
+
+    def _on_end(self) -> None:
+        self.bar.__exit__(None, None, None)
+        if self.module.step_index < self.parts.method.steps:
+            return
+        self.after = self._evaluate("after", self.module.step_index)
+        self._export()
+        if self.trainer.global_rank == 0:
+            self._summarise()
+        ckpt.barrier()
+
+    def _evaluate(self, phase: str, step: int) -> dict[str, float]:
+        batches = [] if self.parts.data is None else list(self.parts.data.val_dataloader())
+        total = len(self.settings.items)
+        with self.progress.phase(f"eval {phase}", max(1, total)) as bar:
+            shown = 0
+
+            def listen(label: str, done: int, steps: int) -> None:
+                nonlocal shown
+                clips = done * total // max(1, steps)
+                if clips > shown:
+                    bar.advance(clips - shown)
+                    shown = clips
+
+            result = evaluate(self.module, self.settings, batches, listen)
+            headline = {k: v for k, v in result.metrics.items() if k in ("all_correct", "val_loss", "reward")}
+            bar.advance(max(0, total - shown), **headline)
+        if self.trainer.global_rank == 0:
+            self._keep(phase, step, result)
+        return result.metrics
+
+    def _keep(self, phase: str, step: int, result: EvalResult) -> None:
+        """Eval rows and sample clips on disk and, when there is a tracker, there."""
+        import json
+
+        if result.clips_FHWC:
+            save_samples(
+                self.run_dir,
+                phase,
+                result.clips_FHWC,
+                [item.prompt for item in result.items],
+                [item.seed for item in result.items],
+                result.verdicts,
+                result.fps,
+            )
+        path = self.run_dir / "eval.jsonl"
+        old = [line for line in path.read_text().splitlines() if line] if path.is_file() else []
+        rows = [line for line in old if json.loads(line)["phase"] != phase and json.loads(line)["step"] <= step]
+        rows.append(json.dumps({"phase": phase, "step": step, **result.metrics}))
+        from fastvideo_train.rundir import write_text
+
+        write_text(path, "\n".join(rows) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(step, {f"eval/{name}": value for name, value in result.metrics.items()})
+            clips = sorted((self.run_dir / "samples" / phase).glob("*.mp4"))
+            self.tracker.log_videos(step, f"samples/{phase}", clips, [item.prompt for item in result.items])
+
+    # -- the end
+
+    def _reference(self) -> tuple[Request, torch.Tensor]:
+        """A seeded request and the trainer's own latents for it."""
+        request = Request(
+            prompt="a red circle moves left",
+            seed=self.cfg.seed,
+            steps=4,
+            guidance=self.parts.method.rollout_guidance(),
+            output="latents",
+        )
+        role = self.module.roles.instance(self.module.best_role)
+        return request, self.module.engine.run(request, role).latents
+
+    def _export(self) -> None:
+        module = self.module
+        request, latents = self._reference()
+        roles = ckpt.gather_roles(module)
+        if self.trainer.global_rank != 0:
+            return
+        role = module.best_role
+        state = roles["student" if module.roles.lora is not None else role]
+        self.weight_change = ckpt.weight_change(self.parts.card, state, role, module.roles.lora)
+        with self.progress.phase("export", 1) as bar:
+            metrics = {f"before_{k}": v for k, v in self.before.items()} | {f"after_{k}": v for k, v in self.after.items()}
+            self.exported = export_model(
+                card=self.parts.card,
+                out=self.run_dir / "export",
+                state=state,
+                role=role,
+                lora=module.roles.lora,
+                method=self.parts.method.name,
+                guidance=self.parts.method.rollout_guidance(),
+                data=self.parts.card.recipe.data,
+                metrics=metrics,
+                reference_latents=latents,
+                reference_request=request,
+                samples=self._readme_samples(),
+            )
+            bar.advance(1)
+
+    def _readme_samples(self) -> list[tuple[str, Any]]:
+        from fastvideo_train.logging.samples import load_samples
+
+        return load_samples(self.run_dir, "after")[:4]
+
+    def _summarise(self) -> None:
+        assert self.exported is not None
+        parts = self.parts
+        write_json(
+            self.run_dir / SUMMARY_FILE,
+            {
+                "card": parts.card.name,
+                "card_digest": self.exported.card.digest,
+                "parents": list(self.exported.card.recipe.parents),
+                "method": parts.method.name,
+                "seed": self.cfg.seed,
+                "steps": self.module.step_index,
+                "optimizer_steps": self.module.optimizer_steps,
+                "seconds": round(time.time() - self.started, 1),
+                "plan": parts.plan.name,
+                "devices": self.cfg.devices,
+                "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+                "exported_role": self.module.best_role,
+                "eval": {"before": self.before, "after": self.after},
+                "weight_change": self.weight_change,
+                "c2": None if self.module.c2 is None else self.module.c2.difference,
+                "export": str(self.exported.folder),
+                "export_latents_difference": self.exported.latents_difference,
+            },
+        )
+        report = write_report(self.run_dir)
+        if self.tracker is not None:
+            self.tracker.finish()
+        headline = "all_correct" if "all_correct" in self.after else ("reward" if "reward" in self.after else "val_loss")
+        if headline in self.after and headline in self.before:
+            self.progress.say(f"{headline}: {self.before[headline]:.3f} before, {self.after[headline]:.3f} after")
+        self.progress.say(f"report: {report}")
+        self.progress.say(f"export: {self.exported.folder}")
+
+
+class Batches:
+    """What Lightning iterates: the remaining steps of the run, each with its data position.
+
+    A run that is complete but for its end gets one empty step, so that evaluation and export still happen.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def __iter__(self) -> Iterator[Step]:
+        run, method = self.run, self.run.parts.method
+        start = run.module.step_index
+        if start >= method.steps:
+            yield Step(None, run.module.position)
+            return
+        if run.parts.data is not None:
+            yield from self._clips()
+            return
+        source = run.parts.prompts
+        for step in range(start, method.steps):
+            first = step * method.batch_size
+            yield Step([source.at(first + i) for i in range(method.batch_size)], {"prompts": first + method.batch_size})
+
+    def _clips(self) -> Iterator[Step]:
+        data = self.run.parts.data
+        if self.run.module.position:
+            data.load_state_dict(self.run.module.position)
+        loader = data.train_dataloader()
+        for batch in loader:
+            yield Step(batch, data.state_dict())

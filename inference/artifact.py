@@ -1,0 +1,49 @@
+"""Artifact: what leaves the engine, with its provenance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loops.loop import BehaviourRecord, SamplingParams
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Enough to make the artifact again."""
+
+    card_digest: str
+    weights_versions: dict[str, int]
+    """Component id -> version of its weights when the request started."""
+    prompt: str
+    negative_prompt: str
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Result of a request."""
+
+    latents: Tensor
+    """(C, T, H, W), normalised, as the loop left them."""
+    video: Tensor | None
+    """(3, F, H, W) in [-1, 1] as decoded; None for a request that wanted latents only."""
+    fps: float
+    provenance: Provenance
+    behaviour: BehaviourRecord | None = None
+    """Under ROLLOUT."""
+
+    def frames_FHWC(self) -> np.ndarray:
+        """uint8 frames (F, H, W, 3)."""
+        if self.video is None:
+            raise ValueError("the request asked for latents only; ask for output='video'")
+        return to_uint8(self.video)
+
+
+def to_uint8(video_CFHW: Tensor) -> np.ndarray:
+    """uint8 (F, H, W, 3) of a video (3, F, H, W) in [-1, 1]: halved, clamped and rounded as diffusers does for PIL."""
+    unit = (video_CFHW.float() * 0.5 + 0.5).clamp(0, 1)
+    return (unit * 255).round().to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()

@@ -1,0 +1,68 @@
+"""A component node as a loop of one step, so that every runner has one kind of thing to run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from cards.program import Node
+from loops.loop import (
+    Done,
+    Instance,
+    Loop,
+    LoopContext,
+    LoopResult,
+    LoopState,
+    ModelCall,
+    SamplingParams,
+    StepResult,
+    WorkPlan,
+    WorkUnit,
+)
+
+UNITS = {"encode": WorkUnit.ENCODER_CHUNK, "decode": WorkUnit.VAE_TILE}
+
+
+def tensors_digest(tensors: dict[str, Tensor]) -> str:
+    """sha256 (hex) of names, dtypes, shapes and bytes of small CPU tensors."""
+    h = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        h.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        h.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return h.hexdigest()
+
+
+class ComponentLoop(Loop):
+    """One call of one component: text encoding, decoding."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+    def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
+        (slot,) = self.node.reads
+        value: Any = ctx.slots[slot]
+        facts: dict[str, Any] = {}
+        if self.node.op == "encode":
+            tensors = instance.tokenize(value, instance.card.sampling.max_sequence_length)
+            facts["input"] = tensors_digest(tensors)
+        else:
+            tensors = {slot: value}
+        return LoopState(step=0, total=1, params=params, tensors=tensors, facts=facts)
+
+    def next(self, state: LoopState) -> WorkPlan | Done:
+        if state.step:
+            return Done()
+        node = self.node
+        assert node.component is not None and node.op is not None
+        call = ModelCall(node.component, node.op, state.tensors)
+        key = (node.component, node.op, state.facts["input"]) if "input" in state.facts else None
+        return WorkPlan(unit=UNITS[node.op], calls=(call,), label=node.id, cache_key=key)
+
+    def advance(self, state: LoopState, result: StepResult) -> LoopState:
+        return replace(state, step=1, tensors={"value": result.outputs[0]})
+
+    def finalize(self, state: LoopState) -> LoopResult:
+        return LoopResult(state.tensors["value"])

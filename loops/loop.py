@@ -1,0 +1,229 @@
+"""The contract between a loop and whoever runs it.
+
+``init -> (next -> advance)* -> finalize``. All per-request state is in the ``LoopState``; nothing per-request is ever
+on a loop, a module or a global. A ``WorkPlan`` is data: the runner may merge equal calls of different requests into one
+forward and split the result.
+"""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cards.card import LoopSpec, ModelCard
+
+
+class Profile(StrEnum):
+    """How a loop is run; the loop is the same, grad mode and capture differ."""
+
+    SERVE = "serve"
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
+class WorkUnit(StrEnum):
+    """Kind of a step, for scheduling and metrics."""
+
+    AR_PREFILL = "AR_PREFILL"
+    AR_TOKEN = "AR_TOKEN"
+    DIFFUSION_STEP = "DIFFUSION_STEP"
+    DIFFUSION_WINDOW = "DIFFUSION_WINDOW"
+    CHUNK_STEP = "CHUNK_STEP"
+    ENCODER_CHUNK = "ENCODER_CHUNK"
+    VAE_TILE = "VAE_TILE"
+    AUDIO_CHUNK = "AUDIO_CHUNK"
+    REWARD_BATCH = "REWARD_BATCH"
+    LOGPROB_BATCH = "LOGPROB_BATCH"
+    TRANSFER = "TRANSFER"
+    CACHE_IO = "CACHE_IO"
+    GRAPH_CAPTURE = "GRAPH_CAPTURE"
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One forward of one component, as data."""
+
+    component: str
+    """Component id on the card."""
+    method: str
+    """Operation of the family's table."""
+    tensors: Mapping[str, Tensor]
+    """Inputs, each with a leading batch dim of the same length."""
+    static: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs that are not tensors; equal for calls that may merge."""
+    branch: str = "main"
+    """Guidance branch: main, conditional or unconditional."""
+
+    @property
+    def rows(self) -> int:
+        """Length of the batch dim."""
+        return next(iter(self.tensors.values())).shape[0]
+
+    def merge_key(self) -> tuple[Any, ...]:
+        """Calls with equal keys may share a forward; prompts, seeds, steps and branches do not matter."""
+        shapes = tuple((name, t.dtype, tuple(t.shape[1:])) for name, t in sorted(self.tensors.items()))
+        return (self.component, self.method, tuple(sorted(self.static.items())), shapes)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a step needs, for admission."""
+
+    seconds: float = 0.0
+    """Predicted device seconds."""
+    peak_bytes: int = 0
+    """Activations while it runs."""
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """One step: one or more calls whose results are told back together."""
+
+    unit: WorkUnit
+    calls: tuple[ModelCall, ...]
+    label: str
+    """For progress and traces, e.g. ``denoise 3/20``."""
+    resources: Resources = Resources()
+    cache_key: tuple[Any, ...] | None = None
+    """Equal keys have equal results: the runner may evaluate one and share it."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The loop has nothing left to evaluate."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outputs of a plan's calls, in order."""
+
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a denoising loop needs of a request, resolved and checked against the card."""
+
+    frames: int
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    steps: int
+    guidance: float
+    """Standard convention; > 1 evaluates an unconditional branch too."""
+    guidance_policy: str
+    solver: str
+    shift: float
+    seed: int
+
+    @property
+    def guided(self) -> bool:
+        return self.guidance > 1.0
+
+
+@dataclass(frozen=True)
+class BehaviourRecord:
+    """What a ROLLOUT keeps of a request beyond its result. Opt-in fields are None unless asked for."""
+
+    sigmas: Tensor
+    """(N,) float32, the sampler's own, in the order in which they were visited."""
+    timesteps: Tensor
+    """(N,) as the network saw them."""
+    trajectory: Tensor | None = None
+    """(N, C, T, H, W) inputs of the network."""
+    velocities: Tensor | None = None
+    """(N, C, T, H, W) what the solver was told, after guidance."""
+
+
+@dataclass(frozen=True)
+class LoopContext:
+    """What a loop may read besides its request."""
+
+    spec: LoopSpec | None
+    slots: Mapping[str, Any]
+    """Values that earlier nodes wrote."""
+    profile: Profile = Profile.SERVE
+    capture: frozenset[str] = frozenset()
+    """Opt-in fields of the BehaviourRecord."""
+
+
+@dataclass
+class LoopState:
+    """All of a request's state in a loop; can be saved and resumed."""
+
+    step: int
+    total: int
+    params: SamplingParams | None
+    tensors: dict[str, Tensor]
+    solver: Any = None
+    generator: torch.Generator | None = None
+    plugins: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """(plugin, guidance branch) -> its state for this request."""
+    captured: dict[str, list[Tensor]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Constants that ``init`` settled, e.g. the loop's dtype."""
+
+    def save(self) -> bytes:
+        """Everything that ``next`` and ``advance`` need, tensors on CPU included."""
+        stream = io.BytesIO()
+        generator = None if self.generator is None else self.generator.get_state()
+        torch.save({**self.__dict__, "generator": generator}, stream)
+        return stream.getvalue()
+
+    @classmethod
+    def resume(cls, data: bytes) -> LoopState:
+        """Inverse of :meth:`save`. Unpickles: only for bytes that this process wrote."""
+        fields = torch.load(io.BytesIO(data), weights_only=False)
+        if fields["generator"] is not None:
+            generator = torch.Generator("cpu")
+            generator.set_state(fields["generator"])
+            fields["generator"] = generator
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What a loop leaves: one value for its slot, and its behaviour under ROLLOUT."""
+
+    value: Any
+    behaviour: BehaviourRecord | None = None
+
+
+class Instance(Protocol):
+    """What a loop and the reference driver may ask of a loaded model."""
+
+    card: ModelCard
+
+    def dtype(self, component: str) -> torch.dtype: ...
+
+    def tokenize(self, prompt: str, max_sequence_length: int) -> dict[str, Tensor]: ...
+
+    def call(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor: ...
+
+
+class Loop(ABC):
+    """See the module's docstring. A loop object is stateless and shared by all requests."""
+
+    @abstractmethod
+    def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
+        """All per-request state: seeded noise, conditioning, solver."""
+
+    @abstractmethod
+    def next(self, state: LoopState) -> WorkPlan | Done:
+        """The next step as data; runs nothing and changes nothing."""
+
+    @abstractmethod
+    def advance(self, state: LoopState, result: StepResult) -> LoopState:
+        """Takes the results of the plan that ``next`` gave."""
+
+    @abstractmethod
+    def finalize(self, state: LoopState) -> LoopResult:
+        """The loop's value, once ``next`` says Done."""

@@ -1,0 +1,38 @@
+"""The student's forward in training: the SAME ModelCall that the serving loop makes, with or without gradient.
+
+Legend: B rows, C latent channels, T latent frames, H W latent cells, L tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cards.prediction import network_timestep
+from inference.engine import Engine
+from inference.instance import ModelInstance
+from loops.loop import ModelCall, Profile
+from methods.roles import trainable_component
+
+
+def velocity(
+    instance: ModelInstance, latents_BCTHW: Tensor, sigma_B: Tensor, text_BLD: Tensor, *, gradient: bool
+) -> Tensor:
+    """Velocity (B, C, T, H, W) at ``sigma_B`` in float32."""
+    component = trainable_component(instance.card)
+    call = ModelCall(
+        component,
+        "velocity",
+        {"latents": latents_BCTHW, "timestep": network_timestep(sigma_B), "text": text_BLD},
+        {"dtype": str(instance.dtype(component)).removeprefix("torch.")},
+    )
+    return instance.call(call, Profile.TRAIN if gradient else Profile.ROLLOUT).float()
+
+
+def encode_prompts(engine: Engine, instance: ModelInstance, prompts: Sequence[str]) -> Tensor:
+    """Text (B, L, D) through the engine's encoder and cache: each distinct prompt is encoded once."""
+    distinct = list(dict.fromkeys(prompts))
+    features = dict(zip(distinct, engine.encode(distinct, instance), strict=True))
+    return torch.cat([features[prompt] for prompt in prompts])

@@ -1,0 +1,139 @@
+"""The contract of a method: which roles it has and which losses it makes of a batch.
+
+A method is a plain class. It knows maths and roles; it leaves optimizers' steps, clipping, EMA, checkpoints and
+logging to the module that owns it, and rollouts to the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cards.card import ModelCard
+from cards.errors import UserError
+from inference.engine import Engine
+from methods.rewards.reward import Reward
+from methods.roles import STUDENT, LoRA, Roles
+from methods.world import World
+
+
+@dataclass(frozen=True)
+class Update:
+    """A loss to descend, or metrics alone."""
+
+    loss: Tensor | None
+    """Scalar: this rank's mean, already weighted by its share of the optimizer step; None for metrics alone."""
+    step: bool
+    """True when the optimizer steps after this backward; False accumulates."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """This rank's; summed over the updates of a step, then averaged over ranks."""
+    optimizer: str = STUDENT
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method works with."""
+
+    card: ModelCard
+    engine: Engine
+    roles: Roles
+    world: World
+    seed: int
+    device: torch.device
+    reward: Reward | None = None
+
+
+class Method(ABC):
+    """Base of all methods; keyword-only arguments come from ``conf/method/<name>.yaml``.
+
+    Args:
+        lr, betas, weight_decay: of AdamW.
+        clip: largest gradient norm; None clips nothing.
+        steps: training steps of a whole run.
+        batch_size: global items a step: clips for finetune, prompts for RL.
+        ema: decay of an average of the student's weights, or None.
+        ema_start: optimizer steps before the average starts; until then it copies.
+        lora: rank, alpha and targets, or None for full weights.
+        micro_batch: rows a forward.
+    """
+
+    name: str
+    needs_reward = False
+    needs_clips = False
+    """True when the batches are encoded videos, False when they are prompts."""
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        steps: int,
+        batch_size: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+        clip: float | None = 1.0,
+        warmup: int = 0,
+        ema: float | None = None,
+        ema_start: int = 0,
+        lora: dict[str, Any] | None = None,
+        micro_batch: int = 32,
+    ):
+        for name, value, low in (("steps", steps, 0), ("batch_size", batch_size, 1), ("micro_batch", micro_batch, 1)):
+            if value < low:
+                raise UserError(f"method {name}: got {value}, expected at least {low}")
+        if not lr >= 0:
+            raise UserError(f"method lr: got {lr}, expected a number >= 0")
+        if ema is not None and not 0 <= ema < 1:
+            raise UserError(f"method ema: got {ema}, expected a decay in [0, 1), or null")
+        self.lr = lr
+        self.steps = steps
+        self.batch_size = batch_size
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.clip = clip
+        self.warmup = warmup
+        self.ema = ema
+        self.ema_start = ema_start
+        self.lora = None if lora is None else make_lora(lora)
+        self.micro_batch = micro_batch
+
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """Roles besides the student and its EMA."""
+
+    @abstractmethod
+    def updates(self, batch: Any, step: int, ctx: Context) -> Iterator[Update]:
+        """The losses of one training step, in order."""
+
+    def after_step(self, step: int, optimizer_steps: int, ctx: Context) -> dict[str, float]:
+        """Called when the updates of a step are done, e.g. to move the old policy; gives metrics."""
+        return {}
+
+    def rollout_guidance(self) -> float | None:
+        """Guidance scale that the trained weights are made for; None leaves the card's."""
+        return None
+
+    def problems(self, card: ModelCard, world_size: int) -> list[str]:
+        """What makes the method unfit for this card and plan, before weights load."""
+        found = []
+        if self.batch_size % world_size:
+            found.append(f"batch_size: got {self.batch_size}, expected a multiple of the {world_size} devices")
+        if not any(component.trainable for component in card.components.values()):
+            found.append(f"card {card.name!r} has no trainable component")
+        return found
+
+
+def make_lora(options: dict[str, Any]) -> LoRA:
+    """``LoRA`` from a config; raises ``UserError`` that names an unknown key."""
+    known = {"rank", "alpha", "targets"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise UserError(f"method lora: unknown key(s) {', '.join(unknown)}; expected {', '.join(sorted(known))}")
+    values = dict(options)
+    if "targets" in values:
+        values["targets"] = tuple(values["targets"])
+    return LoRA(**values)

@@ -1,0 +1,141 @@
+"""Roles: the models that a method trains, follows or compares with, as views over one loaded card.
+
+A role replaces the trainable component alone; text encoder and VAE are one object for all. With full weights a role is
+a copy of the component; with LoRA every role is an adapter on the one module and the reference is the base with
+adapters off. Blending (old policy, EMA) works on a role's own parameters, shard by shard under FSDP2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cards.card import ModelCard
+from inference.instance import ModelInstance, Resident
+
+STUDENT = "student"
+OLD = "old"
+REFERENCE = "reference"
+EMA = "ema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adaptation by peft (arXiv 2106.09685)."""
+
+    rank: int = 32
+    alpha: int = 64
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+def trainable_component(card: ModelCard) -> str:
+    """Id of the card's trainable component."""
+    return next(cid for cid, component in card.components.items() if component.trainable)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Our shard of a tensor under FSDP2, the tensor itself otherwise."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+class Roles(nn.ModuleDict):
+    """Modules of the roles by name, and the engine's view of each.
+
+    Args:
+        base: the loaded card; its trainable component becomes the student, object for object.
+        names: roles besides the student.
+        lora: None trains full weights.
+    """
+
+    def __init__(self, base: ModelInstance, names: Iterable[str], lora: LoRA | None = None):
+        super().__init__()
+        self.component = trainable_component(base.card)
+        self.lora = lora
+        self.names = (STUDENT, *names)
+        student = base.module(self.component)
+        self[STUDENT] = student
+        if lora is None:
+            student.requires_grad_(True)
+            for name in self.names[1:]:
+                self[name] = copy.deepcopy(student).requires_grad_(False)
+        else:
+            self._inject(student, lora)
+        # A plain attribute: the shared components are the base's own, not submodules to train or shard.
+        object.__setattr__(self, "_base", base)
+        residents = {name: Resident(self.module(name), adapter=self.adapter(name)) for name in self.names}
+        object.__setattr__(self, "_residents", residents)
+
+    def _inject(self, student: nn.Module, lora: LoRA) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        student.requires_grad_(False)
+        config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+        for name in self.names:
+            if name != REFERENCE:
+                inject_adapter_in_model(config, student, adapter_name=name)
+        for key, parameter in student.named_parameters():
+            parameter.requires_grad_(f".{STUDENT}." in key)
+        for name in self.names:
+            if name not in (STUDENT, REFERENCE):
+                self.copy(name)
+
+    def module(self, role: str) -> nn.Module:
+        """The module that computes a role."""
+        return self[STUDENT] if self.lora is not None else self[role]
+
+    def adapter(self, role: str) -> str | None:
+        """The adapter that a role's calls switch on; "" is the base alone."""
+        if self.lora is None:
+            return None
+        return "" if role == REFERENCE else role
+
+    def instance(self, role: str) -> ModelInstance:
+        """The role as the engine serves it."""
+        base: ModelInstance = self._base
+        return base.view({self.component: self._residents[role]})
+
+    def changed(self, role: str) -> None:
+        """Says that the role's weights moved: bumps the version of its component."""
+        self._residents[role].version += 1
+
+    def parameters_of(self, role: str) -> dict[str, nn.Parameter]:
+        """The role's own parameters under the student's names, in one order for all roles."""
+        if self.lora is None:
+            return dict(self[role].named_parameters())
+        marker = f".{role}."
+        return {
+            key.replace(marker, f".{STUDENT}."): parameter
+            for key, parameter in self[STUDENT].named_parameters()
+            if marker in key
+        }
+
+    def trained(self) -> list[nn.Parameter]:
+        """What the student's optimizer moves."""
+        return [p for p in self.parameters_of(STUDENT).values() if p.requires_grad]
+
+    def sharded_modules(self) -> Iterator[nn.Module]:
+        """Modules that a sharding plan is to shard, each once."""
+        yield from (self[name] for name in self)
+
+    @torch.no_grad()
+    def blend(self, role: str, keep: float) -> None:
+        """``role <- keep role + (1 - keep) student``; ``keep = 0`` copies exactly."""
+        source = self.parameters_of(STUDENT)
+        for key, parameter in self.parameters_of(role).items():
+            target, new = local(parameter), local(source[key])
+            if keep == 0:
+                target.copy_(new)
+            else:
+                target.mul_(keep).add_(new, alpha=1 - keep)
+        residents = self.__dict__.get("_residents")
+        if residents is not None:
+            self.changed(role)
+
+    def copy(self, role: str) -> None:
+        """``role <- student``, exactly."""
+        self.blend(role, 0.0)
