@@ -1,4 +1,4 @@
-"""What must hold of the flow's conversions (docs: cards.prediction). Oracles: algebra, scipy, exact binary fractions."""
+"""What must hold of the flow's conversions. Oracles: algebra, scipy, exact binary fractions."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_the_mode_sampler_is_its_closed_form(scale: float) -> None:
 def test_sigmas_stay_in_the_unit_interval(kind: str, shift: float) -> None:
     sigmas = sample_sigmas(kind, 10_000, shift, generator())
     assert sigmas.dtype == torch.float32
-    assert 0 <= sigmas.min()
+    assert sigmas.min() >= 0
     assert sigmas.max() <= 1
 
 
