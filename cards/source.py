@@ -139,15 +139,16 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:
             raise SourceError(f"{file} is truncated or not a safetensors file; download or export it again")
-        try:
-            header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise SourceError(f"{file} is not a safetensors file; download or export it again") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        head = stream.read(length)
+    try:
+        header = {key: entry for key, entry in json.loads(head).items() if key != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {key: tuple(entry["shape"]) for key, entry in header.items()}
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        raise SourceError(f"{file} is not a safetensors file; download or export it again") from None
     if 8 + length + end != size:
         raise SourceError(f"{file} is truncated: got {size} bytes, its header says {8 + length + end}")
-    return {key: tuple(entry["shape"]) for key, entry in header.items()}
+    return shapes
 
 
 def build_on_meta(component: Component, folder: Path | None = None) -> nn.Module:

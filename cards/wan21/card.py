@@ -87,7 +87,9 @@ def build_card(size: str, *, source: str | None = None, revision: str | None = N
             card = card_from_folder(folder)
             if (folder / CARD_FILE).is_file():
                 return card
-            return card.model_copy(update={"size": size, "sampling": _clip_defaults(card, size)})
+            return card.model_copy(
+                update={"name": f"wan21-{size}", "size": size, "sampling": _clip_defaults(card, size)}
+            )
         return _published(size, parsed)
     if size == "tiny":
         return _from_configs(
@@ -100,9 +102,11 @@ def card_from_folder(folder: Path) -> ModelCard:
     """The card of a folder: its card.json when it holds one, else read off a plain diffusers Wan folder."""
     if (folder / CARD_FILE).is_file():
         return ModelCard.load(folder)
+    source = Source(kind="folder", location=str(folder.resolve()))
+    _check_index(resolve_folder(source))
     width = read_json(folder / "transformer" / "config.json").get("num_attention_heads", 0)
     size = {12: "1.3b", 40: "14b"}.get(width, "tiny")
-    card = _from_configs(Source(kind="folder", location=str(folder.resolve())), size, _SAMPLING[size], _GUIDANCE[size])
+    card = _from_configs(source, size, _SAMPLING[size], _GUIDANCE[size])
     return card.model_copy(update={"sampling": _clip_defaults(card, size)})
 
 
@@ -127,14 +131,19 @@ def _published(size: str, source: Source) -> ModelCard:
     return _card(size, source, geometry, components, "unipc", schedule, _SAMPLING[size], _GUIDANCE[size])
 
 
-def _from_configs(source: Source, size: str, sampling: Sampling, guidance: float) -> ModelCard:
-    folder = resolve_folder(source)
+def _check_index(folder: Path) -> None:
+    """Raises ``SourceError`` unless the folder is a Wan2.1 text-to-video pipeline."""
     index = read_json(folder / "model_index.json")
     if index.get("_class_name") != "WanPipeline":
         raise SourceError(f"{folder}: got a {index.get('_class_name')} folder, expected WanPipeline")
     second = index.get("transformer_2")
     if (second and second[0] is not None) or index.get("boundary_ratio") is not None or index.get("expand_timesteps"):
         raise SourceError(f"{folder}: got a Wan2.2 folder (two experts or expanded timesteps), expected Wan2.1")
+
+
+def _from_configs(source: Source, size: str, sampling: Sampling, guidance: float) -> ModelCard:
+    folder = resolve_folder(source)
+    _check_index(folder)
     vae = read_json(folder / "vae" / "config.json")
     transformer = read_json(folder / "transformer" / "config.json")
     geometry = Geometry(
