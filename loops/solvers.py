@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Solver:
         elif "sigmas" not in inspect.signature(cls.set_timesteps).parameters:
             raise UserError(f"solver {name!r} ({cls.__name__}) takes no ladder; use the card's own solver")
         else:
-            self.scheduler.set_timesteps(sigmas=list(ladder), device="cpu")
+            self.scheduler.set_timesteps(sigmas=np.array(ladder), device="cpu")
         self.scheduler.set_begin_index(0)
         self.timesteps: Tensor = self.scheduler.timesteps
         self.sigmas: Tensor = self.scheduler.sigmas[: len(self.timesteps)].to(torch.float32)
