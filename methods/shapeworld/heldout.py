@@ -8,7 +8,6 @@ sentences.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,7 +29,6 @@ from methods.shapeworld.scene import (
 
 EVAL_SIZE = 128
 VALIDATION_SIZE = 64
-_HELD_OUT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,6 @@ def combination(scene: Scene) -> tuple[str, ...]:
     if scene.kind == "count":
         return ("count", thing.colour, thing.shape, str(scene.count))
     return ("single", thing.colour, thing.shape, str(scene.motion))
-
-
-def _latin(*indices: int) -> bool:
-    """Spreads held-out cells evenly: every row and column of the table keeps most of its cells."""
-    digest = hashlib.sha256(repr(indices).encode()).digest()
-    return digest[0] / 256.0 < _HELD_OUT_SHARE
 
 
 @cache
