@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from cards.errors import UserError
 from cards.card import ModelCard
+from cards.errors import UserError
 from cards.source import load_component, resolve_folder
 from fastvideo_train.export import trained_module
 from fastvideo_train.module import PostTrainingModule
@@ -114,7 +114,7 @@ def save(folder: Path, module: PostTrainingModule, data: Mapping[str, Any], keep
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
         _point(folder / LAST, target.name)
-        _prune(folder, keep)
+        _prune(folder, module.step_index, keep)
     barrier()
     return target
 
@@ -127,16 +127,29 @@ def _point(link: Path, name: str) -> None:
     os.replace(aside, link)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+def _whole(folder: Path) -> dict[int, Path]:
+    """Step -> whole checkpoint, oldest first."""
+    found = {
+        int(path.name.removeprefix("step-")): path
+        for path in folder.glob("step-*")
+        if (path / META_FILE).is_file() and (path / STATE_FILE).is_file()
+    }
+    return dict(sorted(found.items()))
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Leaves ``keep`` checkpoints up to ``step``; later ones are of a run that this one went back behind, not ours."""
+    ours = [path for done, path in _whole(folder).items() if done <= step]
+    for old in ours[: -max(1, keep)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def find_last(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
+    """The whole checkpoint that was written last (where ``last`` points to none, the one of most steps), or None."""
     folder = run_dir / "checkpoints"
-    whole = [c for c in sorted(folder.glob("step-*")) if (c / META_FILE).is_file() and (c / STATE_FILE).is_file()]
-    return whole[-1] if whole else None
+    whole = list(_whole(folder).values())
+    pointed = (folder / LAST).resolve()
+    return next((path for path in whole if path.resolve() == pointed), whole[-1] if whole else None)
 
 
 def read_meta(checkpoint: Path) -> Meta:
@@ -175,7 +188,11 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> None:
-    """Puts a state back into a configured module, under whatever plan. Call on every rank."""
+    """Puts a state back into a configured module, under whatever plan. Call on every rank.
+
+    Raises :class:`CheckpointError` when its roles or their weights are others: other LoRA, EMA or reference settings.
+    """
+    _check_roles(state["roles"], module)
     options = StateDictOptions(full_state_dict=True, strict=True)
     for name, role in module.roles.items():
         set_model_state_dict(role, state["roles"][name], options=options)
@@ -188,3 +205,21 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
     module.optimizer_steps = meta.optimizer_steps
     for role in module.roles.names:
         module.roles.changed(role)
+
+
+def _check_roles(stored: Mapping[str, Mapping[str, Any]], module: PostTrainingModule) -> None:
+    problems = []
+    if set(stored) != set(module.roles):
+        ours = ", ".join(sorted(module.roles))
+        problems.append(f"roles: the checkpoint has {', '.join(sorted(stored))}, this run has {ours}")
+    for name in sorted(set(stored) & set(module.roles)):
+        old = {key: tuple(value.shape) for key, value in stored[name].items()}
+        new = {key: tuple(value.shape) for key, value in module.roles[name].state_dict().items()}
+        other = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
+        if other:
+            problems.append(f"weights of {name}: {len(other)} differ in name or shape, e.g. {other[0]}")
+    if problems:
+        raise CheckpointError(
+            "the checkpoint does not fit this run: " + "; ".join(problems) + ". Give the same method.lora, method.ema "
+            "and method.kl as the run that wrote it"
+        )

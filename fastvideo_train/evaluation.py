@@ -68,7 +68,9 @@ def eval_requests(items: Sequence[EvalItem], settings: EvalSettings) -> list[Req
     ]
 
 
-def evaluate(module: PostTrainingModule, settings: EvalSettings, val_batches: Sequence[Any], listener: Listener) -> EvalResult:
+def evaluate(
+    module: PostTrainingModule, settings: EvalSettings, val_batches: Sequence[Any], listener: Listener
+) -> EvalResult:
     """Evaluates the module's best role. Call on every rank."""
     world, role = module.world(), module.best_role
     metrics: dict[str, float] = {}

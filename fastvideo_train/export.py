@@ -77,6 +77,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def weights_digest(folder: Path) -> str:
+    """sha256 (hex) of a component's weights file; of the digests of all, in order, when it has several shards."""
+    digests = [file_digest(path) for path in weight_files(folder)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def trained_module(card: ModelCard, folder: Path, state: dict[str, Any], role: str, lora: Any) -> Any:
     """A whole module on CPU with a role's weights; LoRA is merged into the base.
 
@@ -147,7 +153,7 @@ def export_model(
     module.save_pretrained(aside / subfolder)
     if lora is not None:
         _save_lora(aside / "lora", state, role)
-    weights = {component: file_digest(weight_files(aside / subfolder)[0])}
+    weights = {component: weights_digest(aside / subfolder)}
     child = derived_card(card, method=method, guidance=guidance, data=data, metrics=metrics, weights=weights)
     (aside / CARD_FILE).write_text(child.to_json())
     _write_readme(aside, child, samples)
@@ -187,14 +193,14 @@ def _reload_difference(
     reference: torch.Tensor | None,
     request: Request,
 ) -> float:
-    """Loads the folder strictly, as any user would, and samples once."""
-    engine = Engine("cpu")
+    """Loads the folder strictly, as any user would, and samples once, on the trainer's device: devices round apart."""
+    engine = Engine("cpu" if reference is None else reference.device)
     instance = engine.load(folder)
     ours = engine.run(request, instance).latents
     if reference is None:
         resident = instance.residents[trainable_component(card)]
         reference = engine.run(request, instance.view({trainable_component(card): type(resident)(module)})).latents
-    return (ours - reference.cpu()).abs().max().item()
+    return (ours - reference).abs().max().item()
 
 
 def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.ndarray]]) -> None:

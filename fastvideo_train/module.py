@@ -172,6 +172,7 @@ class PostTrainingModule(LightningModule):
             self.roles.trained(), float("inf") if self.method.clip is None else self.method.clip
         )
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        lr = schedule.get_last_lr()[0]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -179,7 +180,7 @@ class PostTrainingModule(LightningModule):
         self.roles.changed(STUDENT)
         if self.method.ema is not None:
             self.roles.blend(EMA, self.method.ema if self.optimizer_steps > self.method.ema_start else 0.0)
-        return {"train/grad_norm": float(full), "train/lr": schedule.get_last_lr()[0]}
+        return {"train/grad_norm": float(full), "train/lr": lr}
 
     def check_parity(self) -> float:
         """The C2 gate on the student; stops the run when training and serving differ."""

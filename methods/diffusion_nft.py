@@ -38,10 +38,14 @@ def nft_loss(
 
     ``v+ = b v_theta + (1 - b) v_old``, ``v- = (1 + b) v_old - b v_theta``, ``e+- = (x_t - t v+-) - x0``,
     ``l+- = mean(e+-^2) / stopgrad(max(mean |e+-|, 1e-5))``, means over a sample's elements, in float32.
+
+    Written by the difference to the old policy, so that v+ and v- are the same bits where the student equals it and
+    the gradient at r = 0.5 is exactly zero: Adam would blow a rounding error up to a full step.
     """
     t = expand_to(sigma_B, x_t)
-    v_plus = mix * v_theta + (1 - mix) * v_old
-    v_minus = (1 + mix) * v_old - mix * v_theta
+    lean = mix * (v_theta - v_old)
+    v_plus = v_old + lean
+    v_minus = v_old - lean
     positive = _self_normalised(velocity_to_x0(x_t, v_plus, t) - x0)
     negative = _self_normalised(velocity_to_x0(x_t, v_minus, t) - x0)
     return a_max * (r_B * positive + (1 - r_B) * negative) / mix

@@ -136,4 +136,7 @@ def make_lora(options: dict[str, Any]) -> LoRA:
     values = dict(options)
     if "targets" in values:
         values["targets"] = tuple(values["targets"])
-    return LoRA(**values)
+    lora = LoRA(**values)
+    if lora.rank < 1 or not lora.targets:
+        raise UserError(f"method lora: got {lora}, expected a rank of at least 1 and at least one target layer")
+    return lora

@@ -8,6 +8,7 @@ adapters off. Blending (old policy, EMA) works on a role's own parameters, shard
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cards.card import ModelCard
+from cards.errors import UserError
 from inference.instance import ModelInstance, Resident
 
 STUDENT = "student"
@@ -72,12 +74,26 @@ class Roles(nn.ModuleDict):
 
     def _inject(self, student: nn.Module, lora: LoRA) -> None:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         student.requires_grad_(False)
+        layers = [name for name, layer in student.named_modules() if isinstance(layer, nn.Linear)]
+        missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in layers)]
+        if missing:
+            ends = {re.search(r"[^.\d][^.]*(\.\d+)?$", name)[0] for name in layers}  # type: ignore[index]
+            raise UserError(
+                f"method lora: {type(student).__name__} has no linear layer {', '.join(missing)}; its linear layers "
+                f"end in: {', '.join(sorted(ends))}"
+            )
         config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
         for name in self.names:
             if name != REFERENCE:
                 inject_adapter_in_model(config, student, adapter_name=name)
+        # Activation checkpointing recomputes in the backward, outside any role's call: what is active there is what
+        # the gradient is of.
+        for layer in student.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer._active_adapter = [STUDENT]
         for key, parameter in student.named_parameters():
             parameter.requires_grad_(f".{STUDENT}." in key)
         for name in self.names:

@@ -29,10 +29,11 @@ class World:
         """Every rank's array, concatenated along the first axis in rank order."""
         if self.size == 1:
             return values
-        mine = torch.from_numpy(np.ascontiguousarray(values))
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL moves tensors of the current GPU only
+        mine = torch.from_numpy(np.ascontiguousarray(values)).to(device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
-        return torch.cat(parts).numpy()
+        return torch.cat(parts).cpu().numpy()
 
     def mean(self, metrics: dict[str, float]) -> dict[str, float]:
         """Mean over ranks of metrics that every rank has; NaN on a rank leaves it out."""

@@ -1,9 +1,12 @@
-"""Fixtures shared by all rooms: tiny random Wan folders in the diffusers layout, written by the libraries' own save."""
+"""Fixtures shared by all rooms: tiny random Wan folders in the diffusers layout, written by the libraries' own save,
+and real training parts on one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +85,96 @@ def make_wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def wan_folder(make_wan_folder: Callable[..., Path]) -> Path:
     """One tiny random Wan folder."""
     return make_wan_folder()
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One step of a training loop: a batch, and where the data stands after it."""
+
+    batch: Any
+    position: dict[str, Any]
+
+
+class TrainSteps:
+    """An iterable, not a list: Lightning takes a list for several loaders."""
+
+    def __init__(self, batches: Sequence[Any], start: int):
+        self.batches = batches
+        self.start = start
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        for i, batch in enumerate(self.batches, start=self.start):
+            yield TrainStep(batch, {"next": i + 1})
+
+
+class Training:
+    """Real parts of a run on one tiny random Wan folder: contexts for methods, and modules under Lightning's Trainer."""
+
+    def __init__(self, folder: Path):
+        from inference.load import card_of
+
+        card = card_of(folder)
+        self.folder = folder
+        self.card = card.model_copy(update={"sampling": card.sampling.model_copy(update={"max_sequence_length": 12})})
+
+    def base(self) -> Any:
+        """The loaded card. LoRA adapters draw their first weights from the global generator: it is seeded here."""
+        from inference.instance import ModelInstance
+
+        torch.manual_seed(0)
+        return ModelInstance.from_folder(self.card, self.folder)
+
+    def context(self, method: Any, reward: Any = None, *, seed: int = 0) -> Any:
+        """What a method works with, without a trainer."""
+        from inference.engine import Engine
+        from methods.method import Context
+        from methods.roles import EMA, Roles
+        from methods.world import World
+
+        base = self.base()
+        roles = Roles(base, (*method.roles(), *((EMA,) if method.ema is not None else ())), method.lora)
+        engine = Engine("cpu", batching="shape")
+        return Context(self.card, engine, roles, World(), seed, torch.device("cpu"), reward)
+
+    def module(self, method: Any, *, plan: Any = None, **options: Any) -> Any:
+        from fastvideo_train.module import PostTrainingModule
+        from fastvideo_train.parallel.plan import Single
+
+        settings = {"reward": None, "seed": 0} | options
+        return PostTrainingModule(self.card, self.base(), method, Single() if plan is None else plan, **settings)
+
+    def fit(self, module: Any, batches: Sequence[Any]) -> list[dict[str, float]]:
+        """Trains on the batches; metrics of each step but for its seconds."""
+        from lightning.pytorch import Trainer
+
+        rows: list[dict[str, float]] = []
+        before = module.on_step
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            rows.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
+            if before is not None:
+                before(step, metrics)
+
+        module.on_step = on_step
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            limit_train_batches=len(batches),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        try:
+            trainer.fit(module, train_dataloaders=TrainSteps(batches, module.step_index))
+        finally:
+            module.on_step = before
+        return rows
+
+
+@pytest.fixture(scope="session")
+def training(wan_folder: Path) -> Training:
+    """A factory of training parts; every module and context that it makes is new."""
+    return Training(wan_folder)
