@@ -129,7 +129,9 @@ def readme(figures: dict[str, Any]) -> str:
     rows += ["all_correct_single", "all_correct_pair", "all_correct_count_scenes"]
     rows += ["all_correct_seen", "all_correct_held_out"]
     table = [f"| | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---" * (len(names) + 1) + "|"]
-    table += [f"| {row} | {' | '.join(f'{figures["eval"][n][row]:.3f}' for n in names)} |" for row in rows]
+    for row in rows:
+        cells = [f"{figures['eval'][name][row]:.3f}" for name in names]
+        table.append(f"| {row.replace('_', ' ')} | {' | '.join(cells)} |")
     vae, sizes = figures["vae"], figures["parameters"]
     return "\n".join(
         [
@@ -151,8 +153,8 @@ def readme(figures: dict[str, Any]) -> str:
             "",
             *table,
             "",
-            "Captions were noisy in training (one attribute wrong in some of them), so without guidance the base is far",
-            "from perfect, as real bases are. The weights were measured as stored: reloaded from this folder.",
+            "Captions were noisy in training (one attribute wrong in some of them), so without guidance the base is",
+            "far from perfect, as real bases are. The weights were measured as stored: reloaded from this folder.",
             f"Machine: {figures['machine']}. All figures: FIGURES.json.",
             "",
         ]
