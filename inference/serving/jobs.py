@@ -37,7 +37,7 @@ class JobError:
     message: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One video. The worker alone changes it; readers may look at any time: ``status`` is written last."""
 
