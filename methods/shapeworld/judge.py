@@ -46,7 +46,8 @@ MOST_RESIDUAL = 15.0  # rms level difference between a frame and its synthesis
 LEAST_HUE_PURITY = 0.965  # length of the mean hue vector of an object's pixels, 1 = all equal
 MOST_HUE_ERROR = 17.0  # degrees from a named colour
 MOST_SHAPE_ERROR = 0.28  # wrongly covered area as a share of the object's; beyond it the thing is not well formed
-CLEAR_SHAPE = (0.17, 0.78)  # a shape is named below this error, and below this share of the runner-up's
+CLEAR_SHAPE = (0.2, 0.84)  # a shape is named below this error, and below this share of the runner-up's
+STEADY_SHAPE = 0.75  # share of the frames that must agree on it
 STILL_TRAVEL = 2.0  # pixels over the clip
 MOVING_TRAVEL = 5.5
 LEAST_APART = 6.0  # pixels along a relation's axis
@@ -396,7 +397,7 @@ def _fit_shapes(
         if ranked[0, k] > MOST_SHAPE_ERROR:
             raise _Invalid("an object has no clear outline")
         clear = ranked[0, k] <= CLEAR_SHAPE[0] and ranked[0, k] <= CLEAR_SHAPE[1] * ranked[1, k]
-        steady = bool(np.all(error_SFK[:, :, k].argmin(axis=0) == best))
+        steady = float(np.mean(error_SFK[:, :, k].argmin(axis=0) == best)) >= STEADY_SHAPE
         names.append(SHAPES[best] if clear and steady else None)
     fit = np.stack([ideals[best][:, k] for k, best in enumerate(best_K)], axis=1)
     return names, ranked[0], fit

@@ -17,7 +17,7 @@ from methods.shapeworld.shapes import EXTENT_ABOVE, EXTENT_BELOW, rgb, signed_di
 Array = NDArray[np.float64]
 
 MARGIN = 1.0  # pixels between an object and the frame's edge
-GAP = 2.75  # least pixels between two objects' bounding boxes, along one axis
+GAP = 3.5  # least pixels between two objects' bounding boxes, along one axis
 SUPERSAMPLE = 4  # sub-pixels a pixel and axis
 REFERENCE_SIZE = 32.0  # the frame size at which the sizes and speeds below hold; others scale
 
@@ -63,7 +63,8 @@ def _layout(
 ) -> tuple[Array, Array]:
     """Half sizes (n,) and first-frame centroids (n, 2) such that nothing touches or leaves the frame on its way.
 
-    Draws many candidates at once and takes the first that fits; each further round draws smaller objects.
+    Draws many candidates at once and takes the first that fits; each further round draws smaller objects,
+    further apart.
     """
     low_path, high_path = path.min(axis=0), path.max(axis=0)
     smallest, largest = _DIAMETER[scene.kind]
@@ -77,7 +78,7 @@ def _layout(
         above, below = up * extents, down * extents
         lower = np.stack([extents, above], axis=-1) + MARGIN * scale - low_path
         upper = size - np.stack([extents, below], axis=-1) - MARGIN * scale - high_path
-        centres = lower + (upper - lower) * _places(len(things), scene.relation, rng)
+        centres = lower + (upper - lower) * _places(len(things), scene.relation, 0.4 * (1.0 - attempt / _ROUNDS), rng)
         fits = np.all(upper >= lower, axis=(1, 2)) & _apart(centres, extents, above, below, GAP * scale)
         fits &= _related(scene, centres, scale)
         if fits.any():
@@ -86,11 +87,11 @@ def _layout(
     raise RuntimeError(f"no layout found for {scene} in a frame of {size} pixels")
 
 
-def _places(n: int, relation: str | None, rng: np.random.Generator) -> Array:
+def _places(n: int, relation: str | None, reach: float, rng: np.random.Generator) -> Array:
     """Candidate positions as shares of the allowed range, (candidates, n, 2): anywhere, or in half of the candidates
-    near different corners (three and more objects) or at opposite ends (a relation), since few others fit."""
+    within ``reach`` of different corners (three and more objects) or of opposite ends (a relation): few others fit."""
     places = rng.random((_CANDIDATES, n, 2))
-    near = 0.35 * places
+    near = reach * places
     if relation is not None:
         axis = 0 if relation in ("left of", "right of") else 1
         last = 1 if relation in ("left of", "above") else 0  # which object is further right or down

@@ -164,11 +164,10 @@ def readme(figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--training", type=Path, help="JSON file of training facts (steps, seconds) to record as well")
+    parser.add_argument("--training", type=Path, nargs="*", default=[], help="JSON files of training facts to record")
     args = parser.parse_args()
     figures = measure(args.folder)
-    if args.training is not None:
-        figures["training"] = json.loads(args.training.read_text())
+    figures["training"] = {path.stem: json.loads(path.read_text()) for path in args.training}
     (args.folder / "FIGURES.json").write_text(json.dumps(figures, indent=2) + "\n")
     (args.folder / "README.md").write_text(readme(figures))
     print(json.dumps(figures, indent=2))

@@ -14,5 +14,5 @@ export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=50
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} PYTHONPATH=.
 
 python scripts/pretrain/train_vae.py --out "$work/vae"
-python scripts/pretrain/train_base.py --vae "$work/vae" --out "$out"
-python scripts/pretrain/figures.py --folder "$out" --training "$work/vae/figures.json"
+python scripts/pretrain/train_base.py --vae "$work/vae" --out "$out" --record "$work/base.json"
+python scripts/pretrain/figures.py --folder "$out" --training "$work/vae/vae.json" "$work/base.json"

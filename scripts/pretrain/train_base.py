@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import json
 import math
 import time
 from pathlib import Path
@@ -141,17 +142,29 @@ def encode_world(vae: AutoencoderKLWan, scenes: list[Scene], rng: np.random.Gene
     return torch.cat(parts)
 
 
+def build_optimizers(model: nn.ModuleDict, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices inside the transformer's blocks, scaled to AdamW's step size; AdamW on all else."""
+    inside = [p for p in model["transformer"].blocks.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in inside}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(inside, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vae", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="file that keeps the encoded clips between runs")
-    parser.add_argument("--clips", type=int, default=20000)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--clips", type=int, default=16000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--noise", type=float, default=0.3, help="share of captions with one wrong attribute")
-    parser.add_argument("--save-every", type=int, default=1500)
+    parser.add_argument("--noise", type=float, default=0.25, help="share of captions with one wrong attribute")
+    parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--record", type=Path, help="JSON file for what was run and how long it took")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -172,14 +185,14 @@ def main() -> None:
     model = nn.ModuleDict({"text_encoder": encoder, "transformer": transformer})
     average = copy.deepcopy(model).requires_grad_(False)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizers = build_optimizers(model, args.lr)
 
     rng = np.random.default_rng(args.seed + 1)
     began, losses = time.time(), []
     for step in range(args.steps):
         share = step / args.steps
         rate = args.lr * min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         rows = rng.integers(len(scenes), size=args.batch)
         texts = [draw_caption(scenes[i], args.noise, rng) for i in rows]
@@ -193,10 +206,11 @@ def main() -> None:
         text = embed(tokenizer, encoder, texts, processor)
         out = transformer(x_s, 1000.0 * sigma, text, return_dict=False)[0]
         loss = (out - target).square().mean()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         decay = min(0.998, (1.0 + step) / (10.0 + step))
         with torch.no_grad():
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
@@ -218,6 +232,10 @@ def main() -> None:
             )
             rates = evaluate_pipeline(load_folder(args.out), guidance=1.0, steps=20)
             print(f"base {step + 1} guidance 1:", {k: round(v, 3) for k, v in rates.items()}, flush=True)
+    if args.record is not None:
+        facts = {name: getattr(args, name) for name in ("clips", "steps", "batch", "lr", "noise", "seed")}
+        facts |= {"seconds": time.time() - began, "loss": sum(losses[-100:]) / len(losses[-100:])}
+        args.record.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

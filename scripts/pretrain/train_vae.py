@@ -260,9 +260,10 @@ def main() -> None:
         "psnr_clips_db": psnr(reconstruct_mse(vae, fresh[:200])),
         "psnr_frames_db": psnr(reconstruct_mse(vae, fresh[:200, :, :1])),
         "seconds": time.time() - began,
+        "steps": {"frames": args.frame_steps, "clips": args.clip_steps, "muon": args.muon_steps},
         "seed": args.seed,
     }
-    (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (args.out / "vae.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures), flush=True)
 
 
