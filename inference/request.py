@@ -131,7 +131,7 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
     sizes = {name: values[name] for name in ("frames", "height", "width")}
     not_whole = [name for name, value in sizes.items() if not _is_number(value, numbers.Integral)]
     found += [f"{name}: got {sizes[name]!r}, expected a whole number" for name in not_whole]
-    checks: list[Callable[[], Any]] = [lambda: guidance_policy(values["guidance_policy"])]
+    checks: list[Callable[[], Any]] = [lambda: guidance_policy(str(values["guidance_policy"]))]
     if not not_whole:
         checks.append(lambda: card.geometry.check(**sizes))
     for check in checks:
