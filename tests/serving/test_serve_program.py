@@ -15,6 +15,7 @@ import pytest
 from fastvideo_train.serve import main
 
 
+@pytest.mark.slow
 def test_serves_and_exits_cleanly_on_sigterm(wan_folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "fastvideo_train.serve", f"ckpt={wan_folder}", "port=0", "device=cpu", "max_work=400"],

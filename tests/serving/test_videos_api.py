@@ -322,9 +322,8 @@ def test_deleting_a_running_job_cancels_it_within_a_step(server: tuple[str, Any]
     early = httpx.get(f"{url}/v1/videos/{video['id']}/content")
     assert early.status_code == 400 and early.json()["error"]["code"] == "video_not_ready"
     handle = job.handle
-    app.state.worker.cancel(job)
+    app.state.worker.cancel(job)  # what DELETE does; called here so that the step is known
     at_cancel = handle.progress[0]
-    assert httpx.delete(f"{url}/v1/videos/{video['id']}").json()["deleted"]
     after = finished(url, video)
     assert after["status"] == "failed" and after["error"]["code"] == "cancelled"
     assert handle.progress[0] - at_cancel <= 1
@@ -347,7 +346,8 @@ def test_the_queue_is_bounded_and_moves_on(load_app: Any, serve_app: Any) -> Non
             assert f"fastvideo_{line}" in metrics
         httpx.delete(f"{url}/v1/videos/{waiting[0]['id']}")  # a waiting job fails at once
         assert httpx.get(f"{url}/v1/videos/{waiting[0]['id']}").json()["error"]["code"] == "cancelled"
-        httpx.delete(f"{url}/v1/videos/{running['id']}")
+        assert httpx.delete(f"{url}/v1/videos/{running['id']}").json()["deleted"]
+        assert finished(url, running)["error"]["code"] == "cancelled"
         assert finished(url, waiting[1])["status"] == "completed"
         metrics = httpx.get(f"{url}/metrics").text
         assert 'fastvideo_requests_total{finish_reason="cancelled"} 2.0' in metrics
