@@ -1,0 +1,101 @@
+"""The other side of the ladder: the library's own pipeline and modules, loaded from the same folder by the library.
+
+Shares no code with our loops: only the folder and the seed. One class a family; a miss lists the families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cards.card import ModelCard
+from cards.errors import unknown_name
+from cards.source import MODULE_KINDS, resolve_folder
+from inference.request import Request
+from loops.solvers import SOLVERS
+
+
+class WanLibrary:
+    """``diffusers.WanPipeline`` on a card's folder, in the card's dtypes."""
+
+    def __init__(self, card: ModelCard, device: torch.device):
+        from diffusers import WanPipeline
+
+        dtypes: dict[str, torch.dtype] = {
+            component.subfolder: getattr(torch, component.dtype)
+            for component in card.components.values()
+            if component.kind in MODULE_KINDS
+        }
+        folder = resolve_folder(card.source, card.root)
+        self.card = card
+        self.pipeline = WanPipeline.from_pretrained(folder, dtype={**dtypes, "default": torch.float32}).to(device)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.own_scheduler = self.pipeline.scheduler
+
+    @torch.no_grad()
+    def encode(self, prompt: str) -> Tensor:
+        """Text embedding (1, L, D)."""
+        length = self.card.sampling.max_sequence_length
+        return self.pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=length)[0]
+
+    @torch.no_grad()
+    def velocity(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """Output (B, C, T, H, W) of the transformer called directly."""
+        transformer = self.pipeline.transformer
+        dtype = transformer.dtype
+        return transformer(latents.to(dtype), timestep, text.to(dtype), return_dict=False)[0]
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Video (B, 3, F, H, W) of normalised latents, by the VAE called directly."""
+        vae = self.pipeline.vae
+        shape = (1, -1, 1, 1, 1)
+        std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
+        mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
+        return vae.decode((latents.float() * std + mean).to(vae.dtype)).sample
+
+    def sample(self, request: Request, *, solver: str, shift: float) -> tuple[Tensor, Tensor]:
+        """Latents (C, T, H, W) and video (3, F, H, W) in [0, 1] of a request with every field set."""
+        assert request.seed is not None
+        self.pipeline.scheduler = self._scheduler(solver, shift)
+        last: list[Tensor] = []
+
+        def keep(_pipeline: Any, _step: int, _timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            last[:] = [tensors["latents"]]
+            return {}
+
+        frames_BFCHW = self.pipeline(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            height=request.height,
+            width=request.width,
+            num_frames=request.frames,
+            num_inference_steps=request.steps,
+            guidance_scale=request.guidance,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            max_sequence_length=self.card.sampling.max_sequence_length,
+            output_type="pt",
+            callback_on_step_end=keep,
+        ).frames
+        return last[0][0], frames_BFCHW[0].permute(1, 0, 2, 3)
+
+    def _scheduler(self, solver: str, shift: float) -> Any:
+        """The folder's own scheduler where the solver is the folder's, else a plain one of the solver's class."""
+        import diffusers
+
+        class_name, shift_key, options = SOLVERS[solver]
+        if type(self.own_scheduler).__name__ == class_name:
+            return self.own_scheduler
+        return getattr(diffusers, class_name)(**{**options, shift_key: shift})
+
+
+LIBRARIES = {"wan21": WanLibrary}
+
+
+def library_of(card: ModelCard, device: torch.device) -> WanLibrary:
+    """The library's side of a card; raises ``UserError`` with the list of families."""
+    if card.family not in LIBRARIES:
+        raise unknown_name("family with a library to compare with", card.family, LIBRARIES)
+    return LIBRARIES[card.family](card, device)
