@@ -49,7 +49,8 @@ def evaluate_merged(jobs: Sequence[Job], max_rows: int) -> list[Outcome]:
     for index, job in enumerate(jobs):
         resident = job.instance.residents.get(job.call.component)
         uid = None if resident is None else resident.uid
-        groups.setdefault((uid, job.profile, job.call.merge_key()), []).append(index)
+        precision = job.instance.card.precision.serve
+        groups.setdefault((uid, precision, job.profile, job.call.merge_key()), []).append(index)
     for members in groups.values():
         for chunk in _chunks(members, [jobs[i].call.rows for i in members], max_rows):
             first = jobs[chunk[0]]

@@ -36,7 +36,7 @@ def feature_key(instance: ModelInstance, cache_key: tuple[Any, ...]) -> FeatureK
         component=component,
         version=resident.version,
         adapter=resident.adapter,
-        precision=str(instance.dtype(component)),
+        precision=f"{instance.dtype(component)}, computed in {instance.card.precision.serve}",
         operation=operation,
         inputs=inputs,
     )

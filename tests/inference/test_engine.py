@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from cards.card import Precision
 from cards.errors import UserError
 from cards.program import Program
 from inference.engine import Cancelled, Engine
@@ -204,6 +205,20 @@ def test_an_encoder_of_its_own_has_its_own_entries(instance: ModelInstance) -> N
     ours, theirs = engine.run(BASE, instance), engine.run(BASE, role)
     assert not torch.equal(ours.latents, theirs.latents)
     assert torch.equal(theirs.latents, drive_request(role, BASE)["latents"][0])
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: slower, not wrong
+@pytest.mark.parametrize("batching", ["off", "shape"])
+def test_the_same_weights_in_another_precision_share_nothing(instance: ModelInstance, batching: str) -> None:
+    half = instance.view({}, instance.card.model_copy(update={"precision": Precision(serve="bfloat16")}))
+    alone = [drive_request(view, BASE)["latents"][0] for view in (instance, half)]
+    assert not torch.equal(*alone)
+    engine = Engine(batching=batching)  # type: ignore[arg-type]
+    handles = [engine.submit(BASE, view) for view in (instance, half)]
+    while engine.tick():
+        pass
+    for handle, expected in zip(handles, alone, strict=True):
+        assert torch.equal(handle.result().latents, expected)
 
 
 def test_encode_gives_what_the_library_encodes(instance: ModelInstance, wan_folder: Path) -> None:
