@@ -3,6 +3,7 @@ and real training parts on one of them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ class TrainSteps:
 
 
 class Training:
-    """Real parts of a run on one tiny random Wan folder: contexts for methods, and modules under Lightning's Trainer."""
+    """Real parts of a run on one tiny random Wan: contexts for methods, and modules under Lightning's Trainer."""
 
     def __init__(self, folder: Path):
         from inference.load import card_of
@@ -168,7 +169,9 @@ class Training:
             use_distributed_sampler=False,
         )
         try:
-            trainer.fit(module, train_dataloaders=TrainSteps(batches, module.step_index))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")  # as they serve, on purpose
+                trainer.fit(module, train_dataloaders=TrainSteps(batches, module.step_index))
         finally:
             module.on_step = before
         return rows
