@@ -13,7 +13,7 @@ from cards.program import active_nodes
 from inference.artifact import Artifact, Provenance
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
-from loops.loop import Done, Loop, LoopContext, LoopState, StepResult, WorkPlan
+from loops.loop import BehaviourRecord, Done, Loop, LoopContext, LoopState, StepResult, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
 StepListener = Callable[[str, int, int], None]
@@ -38,7 +38,7 @@ class Running:
         self.steps_done = 0
         self.steps_total = resolved.params.steps + sum(node.loop is None for node in self.nodes)
         self.versions = instance.versions()
-        self.behaviour = None
+        self.behaviour: BehaviourRecord | None = None
         self.failure: BaseException | None = None
         self._loop: Loop | None = None
         self._state: LoopState | None = None

@@ -68,7 +68,7 @@ def predict_velocity(transformer: nn.Module, tensors: Tensors, static: Mapping[s
     )[0]
 
 
-def _moments(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1 / std per latent channel, shaped (1, C, 1, 1, 1)."""
     shape = (1, vae.config.z_dim, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean).view(shape).to(like.device, like.dtype)
@@ -76,14 +76,14 @@ def _moments(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     return mean, inverse_std
 
 
-def decode_latents(vae: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+def decode_latents(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Video (B, 3, F, 8H, 8W) in [-1, 1] of normalised latents (B, C, T, H, W)."""
     latents_BCTHW = tensors["latents"].to(vae.dtype)
     mean, inverse_std = _moments(vae, latents_BCTHW)
     return vae.decode(latents_BCTHW / inverse_std + mean, return_dict=False)[0]
 
 
-def encode_video(vae: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+def encode_video(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Normalised latents (B, C, T, H, W): the posterior's mode of a video (B, 3, F, H, W) in [-1, 1]."""
     latents_BCTHW = vae.encode(tensors["video"].to(vae.dtype)).latent_dist.mode()
     mean, inverse_std = _moments(vae, latents_BCTHW)
