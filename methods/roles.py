@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -86,9 +87,11 @@ class Roles(nn.ModuleDict):
                 f"end in: {', '.join(sorted(ends))}"
             )
         config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
-        for name in self.names:
-            if name != REFERENCE:
-                inject_adapter_in_model(config, student, adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
+            for name in self.names:
+                if name != REFERENCE:
+                    inject_adapter_in_model(config, student, adapter_name=name)
         # Activation checkpointing recomputes in the backward, outside any role's call: what is active there is what
         # the gradient is of.
         for layer in student.modules():

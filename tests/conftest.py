@@ -37,7 +37,14 @@ def make_wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             vocab=[(word if i < 3 else "▁" + word, -float(i)) for i, word in enumerate(words)], extra_ids=0
         )
         text = UMT5Config(
-            vocab_size=len(words), d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=1
+            vocab_size=len(words),
+            d_model=24,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
         )
         transformer = WanTransformer3DModel(
             patch_size=(1, 2, 2),

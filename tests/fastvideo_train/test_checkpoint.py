@@ -35,7 +35,15 @@ def make(kind: str) -> Method:
     if kind == "finetune":
         return Finetune(lr=1e-2, steps=4, batch_size=4, micro_batch=3, ema=0.9, warmup=3, caption_dropout=0.3)
     lora = LORA if kind == "nft-lora" else None
-    settings: dict[str, Any] = dict(samples=3, rollout_steps=2, timesteps=2, updates=2, micro_batch=4, kl=0.1, warmup=3)
+    settings: dict[str, Any] = {
+        "samples": 3,
+        "rollout_steps": 2,
+        "timesteps": 2,
+        "updates": 2,
+        "micro_batch": 4,
+        "kl": 0.1,
+        "warmup": 3,
+    }
     return DiffusionNFT(lr=1e-2, steps=4, batch_size=2, ema=0.9, ema_start=2, lora=lora, **settings)
 
 
@@ -53,7 +61,7 @@ def module_of(training: Any, kind: str, **options: Any) -> Any:
 
 def everything(module: Any) -> dict[str, torch.Tensor]:
     """All tensors that a run's future depends on, by name."""
-    found = {key: value for key, value in module.roles.state_dict().items()}
+    found = dict(module.roles.state_dict().items())
     optimizer = module.optimizers(use_pl_optimizer=False)
     names = {id(p): key for key, p in module.roles.named_parameters()}
     for parameter, moments in optimizer.state.items():
@@ -186,10 +194,8 @@ def test_a_run_that_went_back_keeps_and_finds_what_it_wrote_itself(training: Any
 
 
 def test_a_checkpoint_of_another_card_method_or_seed_is_refused(tmp_path: Path) -> None:
-    meta = ckpt.Meta(
-        step=3, optimizer_steps=9, card_digest="a" * 64, card_name="wan21-tiny", method="finetune", seed=0
-    )
-    same = dict(card_digest="a" * 64, card_name="wan21-tiny", method="finetune", seed=0, where=tmp_path)
+    meta = ckpt.Meta(step=3, optimizer_steps=9, card_digest="a" * 64, card_name="wan21-tiny", method="finetune", seed=0)
+    same = {"card_digest": "a" * 64, "card_name": "wan21-tiny", "method": "finetune", "seed": 0, "where": tmp_path}
     ckpt.check_meta(meta, **same)
     for change, message in (
         ({"card_digest": "b" * 64}, r"card: the checkpoint has wan21-tiny \(aaaaaaaaaaaa\).*\(bbbbbbbbbbbb\)"),
@@ -198,7 +204,7 @@ def test_a_checkpoint_of_another_card_method_or_seed_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(ckpt.CheckpointError, match=message):
             ckpt.check_meta(meta, **(same | change))
-    with pytest.raises(ckpt.CheckpointError, match="card: .*method: .*seed: "):
+    with pytest.raises(ckpt.CheckpointError, match=r"card: .*method: .*seed: "):
         ckpt.check_meta(meta, card_digest="b" * 64, card_name="x", method="y", seed=2, where=tmp_path)
 
 
@@ -224,15 +230,20 @@ def test_a_state_loads_without_unpickling_code(training: Any, tmp_path: Path) ->
     saved(training, tmp_path)
     checkpoint = ckpt.find_last(tmp_path)
     assert checkpoint is not None
-    assert set(torch.load(checkpoint / ckpt.STATE_FILE, weights_only=True)) == {"roles", "optimizer", "schedule", "data"}
+    assert set(torch.load(checkpoint / ckpt.STATE_FILE, weights_only=True)) == {
+        "roles",
+        "optimizer",
+        "schedule",
+        "data",
+    }
     assert json.loads((checkpoint / ckpt.META_FILE).read_text())["card_name"] == training.card.name
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (dict(ema=None), "roles: the checkpoint has ema, student, this run has student"),
-        (dict(ema=0.9, lora=LORA), "weights of student: .* differ in name or shape"),
+        ({"ema": None}, "roles: the checkpoint has ema, student, this run has student"),
+        ({"ema": 0.9, "lora": LORA}, "weights of student: .* differ in name or shape"),
     ],
 )
 def test_other_roles_or_adapters_are_refused_in_one_message(

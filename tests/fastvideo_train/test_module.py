@@ -26,14 +26,22 @@ REWARD = f"{__name__}.red_minus_blue"
 
 
 def finetune(**options: Any) -> Finetune:
-    settings: dict[str, Any] = dict(lr=1e-3, steps=8, batch_size=4, weight_decay=0.0, clip=None)
+    settings: dict[str, Any] = {"lr": 1e-3, "steps": 8, "batch_size": 4, "weight_decay": 0.0, "clip": None}
     return Finetune(**(settings | options))
 
 
 def nft(**options: Any) -> DiffusionNFT:
-    settings: dict[str, Any] = dict(
-        lr=1e-3, steps=4, batch_size=2, samples=3, rollout_steps=2, timesteps=2, kl=0.1, updates=2, micro_batch=4
-    )
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "steps": 4,
+        "batch_size": 2,
+        "samples": 3,
+        "rollout_steps": 2,
+        "timesteps": 2,
+        "kl": 0.1,
+        "updates": 2,
+        "micro_batch": 4,
+    }
     return DiffusionNFT(**(settings | options))
 
 
@@ -151,9 +159,7 @@ def test_a_lora_run_leaves_the_base_bit_for_bit(training: Any) -> None:
     module = training.module(method, reward=CallableReward(function=REWARD))
     before = {key: value.clone() for key, value in module.roles[STUDENT].state_dict().items()}
     training.fit(module, [PROMPTS])
-    changed = {
-        key for key, value in module.roles[STUDENT].state_dict().items() if not torch.equal(value, before[key])
-    }
+    changed = {key for key, value in module.roles[STUDENT].state_dict().items() if not torch.equal(value, before[key])}
     assert changed and all(".lora_" in key and (".student." in key or ".old." in key) for key in changed)
 
 
@@ -202,7 +208,9 @@ def test_a_gate_that_breaks_later_stops_the_run_there(training: Any) -> None:
     def breaks(step: int, metrics: dict[str, float]) -> None:
         if step == 3:
             layer = module.roles[STUDENT].proj_out
-            broken.append(layer.register_forward_hook(lambda m, a, out: out + 1e-3 if torch.is_grad_enabled() else None))
+            broken.append(
+                layer.register_forward_hook(lambda m, a, out: out + 1e-3 if torch.is_grad_enabled() else None)
+            )
 
     module.on_step = breaks
     with pytest.raises(ParityError, match="at step 4"):

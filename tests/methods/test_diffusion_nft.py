@@ -59,7 +59,7 @@ class Rows:
 
 
 def rows(*, scale: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64) -> Rows:
-    """``scale``: of the old policy's error. Tiny ones put every normaliser on its floor, where the loss is quadratic."""
+    """``scale``: of the old policy's error; a tiny one puts every normaliser on its floor: the loss is quadratic."""
     generator = torch.Generator().manual_seed(seed)
     x0, noise, error = (torch.randn(5, 3, 7, generator=generator, dtype=dtype) for _ in range(3))
     sigma_B = torch.tensor([0.05, 0.3, 0.5, 0.9, 1.0], dtype=dtype)
@@ -256,9 +256,17 @@ class Trace:
 
 
 def nft(**options: Any) -> DiffusionNFT:
-    settings: dict[str, Any] = dict(
-        lr=1e-2, steps=4, batch_size=2, samples=4, rollout_steps=3, timesteps=3, kl=0.0, micro_batch=5, weight_decay=0.0
-    )
+    settings: dict[str, Any] = {
+        "lr": 1e-2,
+        "steps": 4,
+        "batch_size": 2,
+        "samples": 4,
+        "rollout_steps": 3,
+        "timesteps": 3,
+        "kl": 0.0,
+        "micro_batch": 5,
+        "weight_decay": 0.0,
+    }
     return DiffusionNFT(**(settings | options))
 
 
@@ -311,7 +319,9 @@ def test_every_velocity_gets_the_closed_form_gradient_of_its_own_reward(training
     x0_N = roll_out(ctx.engine, old, texts, seeds, steps=3, solver="euler", guidance=1.0).x0_NCTHW
 
     rows = [
-        (f.latents[i], f.timestep[i], f.output[i], f.gradient[i]) for f in trace.training() for i in range(len(f.latents))
+        (f.latents[i], f.timestep[i], f.output[i], f.gradient[i])
+        for f in trace.training()
+        for i in range(len(f.latents))
     ]
     assert len(rows) == 8 * 3
     for index, (x_t, timestep, v_old, gradient) in enumerate(rows):
@@ -320,7 +330,9 @@ def test_every_velocity_gets_the_closed_form_gradient_of_its_own_reward(training
         target = (x_t - x0_N[n]) / t
         w = t * (target - v_old).abs().mean()
         expected = A_MAX * (2 * r_N.flat[n] - 1) * 2 * t**2 * (v_old - target) / (v_old.numel() * w) / 24
-        torch.testing.assert_close(gradient, expected.float(), rtol=2e-3, atol=1e-3 * expected.abs().max().item() + 1e-12)
+        torch.testing.assert_close(
+            gradient, expected.float(), rtol=2e-3, atol=1e-3 * expected.abs().max().item() + 1e-12
+        )
         if np.isnan(table.flat[n]):
             assert torch.equal(gradient, torch.zeros_like(gradient))
 
@@ -354,7 +366,7 @@ def test_a_step_on_which_every_reward_failed_stops_with_the_reason(training: Any
 
 
 def test_kl_pulls_the_student_to_the_reference(training: Any) -> None:
-    """With equal rewards on-policy only lambda mean|v_theta - v_ref|^2 is left: 2 lambda (v_theta - v_ref) / D a row."""
+    """With equal rewards on-policy lambda mean|v_theta - v_ref|^2 is left: 2 lambda (v_theta - v_ref) / D a row."""
     method = nft(kl=0.3)
     ctx = training.context(method, TableReward(np.full(8, 0.4)))
     move(ctx, REFERENCE)

@@ -21,7 +21,7 @@ WORDS = ("a red circle", "the blue square moves left", "a green triangle moves r
 
 
 def finetune(**options: Any) -> Finetune:
-    settings: dict[str, Any] = dict(lr=1e-3, steps=4, batch_size=8, caption_dropout=0.0, weight_decay=0.0)
+    settings: dict[str, Any] = {"lr": 1e-3, "steps": 4, "batch_size": 8, "caption_dropout": 0.0, "weight_decay": 0.0}
     return Finetune(**(settings | options))
 
 
@@ -183,9 +183,7 @@ def test_validation_repeats_draws_no_dropout_and_keeps_no_graph(training: Any) -
     ctx, batch = training.context(method), clips(4)
     calls = watch(ctx)
     addresses = [(0, "validation", row) for row in range(4)]
-    first, second = (
-        method.losses(batch["latents"], batch["prompt"], addresses, ctx, training=False) for _ in range(2)
-    )
+    first, second = (method.losses(batch["latents"], batch["prompt"], addresses, ctx, training=False) for _ in range(2))
     assert torch.equal(first, second) and not first.requires_grad
     assert torch.equal(calls[0].text, encode_prompts(ctx.engine, ctx.roles.instance(STUDENT), batch["prompt"]))
     s = (calls[0].timestep / 1000).reshape(-1, 1, 1, 1, 1)

@@ -62,8 +62,8 @@ def test_a_fresh_role_computes_what_the_base_does_bit_for_bit(roles: Roles, trai
 
 def test_moving_one_role_moves_no_other(roles: Roles, training: Any) -> None:
     before = outputs(Roles(training.base(), ()), STUDENT)
-    for moved in (STUDENT, OLD, EMA):
-        perturb(roles, moved, seed=len(moved))
+    for seed, moved in enumerate((STUDENT, OLD, EMA)):
+        perturb(roles, moved, seed=seed)
     seen = [outputs(roles, name) for name in (STUDENT, OLD, EMA)]
     assert torch.equal(outputs(roles, REFERENCE), before)
     for i, output in enumerate([*seen, before]):
@@ -73,7 +73,9 @@ def test_moving_one_role_moves_no_other(roles: Roles, training: Any) -> None:
 def test_gradients_reach_the_student_alone(roles: Roles) -> None:
     perturb(roles, STUDENT)
     latents, sigma, text = inputs()
-    total = sum(velocity(roles.instance(name), latents, sigma, text, gradient=True).sum() for name in (STUDENT, OLD, REFERENCE))
+    total = sum(
+        velocity(roles.instance(name), latents, sigma, text, gradient=True).sum() for name in (STUDENT, OLD, REFERENCE)
+    )
     total.backward()
     trained = {id(p) for p in roles.trained()}
     assert trained == {id(p) for p in roles.parameters_of(STUDENT).values()}
@@ -116,7 +118,9 @@ def test_a_lora_layer_is_w_x_plus_alpha_over_r_b_a_x(training: Any) -> None:
             if ".lora_A." in key:
                 b = roles.parameters_of(OLD)[key.replace(".lora_A.", ".lora_B.")]
                 module.get_submodule(key.split(".lora_A.")[0]).weight += 8 / 4 * b @ a
-    assert not torch.equal(module.get_submodule(layer).weight, training.base().module("transformer").get_submodule(layer).weight)
+    assert not torch.equal(
+        module.get_submodule(layer).weight, training.base().module("transformer").get_submodule(layer).weight
+    )
     torch.testing.assert_close(outputs(roles, OLD), outputs(Roles(base, ()), STUDENT), rtol=0, atol=1e-5)
 
 

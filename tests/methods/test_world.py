@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from methods.world import World
 def test_shares_are_equal_and_cover_the_batch_in_rank_order(size: int) -> None:
     items = list(range(12))
     parts = [items[World(rank, size).share(12, "batch_size")] for rank in range(size)]
-    assert sum(parts, []) == items
+    assert functools.reduce(operator.iadd, parts, []) == items
     assert {len(part) for part in parts} == {12 // size}
 
 
