@@ -14,7 +14,7 @@ from html import escape
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-WIDTH, HEIGHT = 420, 210  # of the view box
+WIDTH, HEIGHT = 540, 220  # of the view box
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24  # margins
 _MOST_POINTS = 300
 _SMOOTH_FROM = 24  # points; shorter curves are drawn as they are

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fastvideo_train.report.command import overrides
 from fastvideo_train.report.curves import curves
 from fastvideo_train.report.gallery import gallery, journey
 from fastvideo_train.report.overview import comparison, header
@@ -51,8 +52,8 @@ def render(run: RunData) -> str:
 
 def _commands(run: RunData) -> str:
     folder = _folder(run.run_dir)
-    command = run.summary.get("command", f"python train.py {shlex.join(run.settings())}")
-    commands = [("Run it again", str(command))]
+    command = f"python train.py {shlex.join(overrides(run.config))}"
+    commands = [("Run it again", command)] if run.config else []
     if run.finished:
         export = shlex.quote(_folder(Path(str(run.summary.get("export", run.run_dir / "export")))))
         pairs = run.clips()
@@ -61,7 +62,7 @@ def _commands(run: RunData) -> str:
             ("Serve the trained model", f"python -m fastvideo_train.serve ckpt={export} port=8000"),
             ("Generate one video", f"python -m fastvideo_train.generate ckpt={export} {prompt} seed=1 out=video.mp4"),
         ]
-    else:
+    elif run.config:
         commands.append(("Continue it", f"{command} run={shlex.quote(run.name)} resume=auto"))
     commands.append(("Write this page again", f"python -m fastvideo_train.report {shlex.quote(folder)}"))
     body = "".join(

@@ -118,20 +118,6 @@ class RunData:
         before, after = ({(sample.prompt, sample.seed): sample for sample in side} for side in sides)
         return [Clip(*key, before.get(key), after.get(key)) for key in {**before, **after}]
 
-    def settings(self) -> list[str]:
-        """The command line's words that repeat this run, ``method=...`` first."""
-        words = [f"method={self.method}", f"card={self.card}"]
-        size = self._config("card", "size", default=None)
-        plan = self.summary.get("plan", self._config("parallel", "name", default="single"))
-        words += [f"card.size={size}"] if size else []
-        words += [f"parallel={plan}"] if plan != "single" else []
-        devices = self._config("devices", default=1)
-        words += [f"devices={devices}"] if devices != 1 else []
-        for key in ("seed", "steps", "batch_size", "lr"):
-            value = self._config(key, default=None)
-            words += [f"{key}={value}"] if value is not None else []
-        return words
-
     def _config(self, *keys: str, default: Any) -> Any:
         node: Any = self.config
         for key in keys:

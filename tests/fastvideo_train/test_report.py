@@ -44,10 +44,14 @@ eval:
   count: 128
 method:
   _target_: methods.diffusion_nft.DiffusionNFT
-  beta: 0.1
+  mix: 0.3
+  lr: 0.0003
+  lora: {rank: 8, alpha: 16}
+  betas: [0.9, 0.999]
   steps: 120
 card:
   name: wan21
+  source: null
   size: tiny
 """
 
@@ -203,9 +207,10 @@ def test_the_page_tells_the_run(finished: Path) -> None:
         assert item.prompt in text
     for said in ("DiffusionNFT on wan21-tiny", "0.445 → 0.742", "+0.297", "128 prompts", "7 min", "transformer 0.0123"):
         assert said in text
-    assert "method=diffusion_nft card=wan21" in text and "seed=3 steps=120 batch_size=96" in text
+    command = "method=diffusion_nft card=wan21 seed=3 steps=120 batch_size=96 method.mix=0.3"
+    assert f"python train.py {command} 'method.lora={{rank:8,alpha:16}}'" in text
     assert "python -m fastvideo_train.serve ckpt=" in text
-    assert "beta: 0.1" in text  # the configuration
+    assert "mix: 0.3" in text  # the configuration
     charts = {json.loads(str(f["data-series"]))[0]["name"]: f for f in page.all("figure")}
     logged = MetricsCSV(finished / "metrics.csv").rows()
     points = json.loads(str(charts["train/loss"]["data-series"]))[0]["points"]
