@@ -15,9 +15,12 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from cards.errors import UserError
+from cards.errors import UserError, unknown_name
 from fastvideo_train.paths import conf_dir
 
 SHORT_KEYS = ("steps", "batch_size", "lr")
@@ -27,23 +30,33 @@ EXIT_USER_ERROR = 2
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 a bug (with its traceback), 2 a mistake in the input."""
-    started: list[bool] = []
+    codes: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
     def command(cfg: DictConfig) -> None:
-        started.append(True)
-        sys.exit(run_job(cfg))
+        codes.append(run_job(cfg))
 
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    # Hydra then raises its errors instead of printing them its own way.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         command()
-    except SystemExit as stop:
-        # Hydra exits with 1 for a key or a choice that does not exist: that is a mistake in the input.
-        if stop.code == 1 and not started:
-            sys.exit(EXIT_USER_ERROR)
-        if HydraConfig.initialized() and stop.code == 0:
-            return
-        raise
+    except HydraException as error:
+        print(f"error: {config_message(error)}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    sys.exit(max(codes, default=0))
+
+
+def config_message(error: HydraException) -> str:
+    """Hydra's complaint in one paragraph, with the keys that exist where one does not."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = " ".join(line for line in lines if not line.startswith(("provider=", "Config search path")))
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
+        key = str(cause.full_key)
+        where, _, name = key.rpartition(".")
+        keys = [str(k) for k in cause.parent_node if k != "hydra"]
+        return str(unknown_name(f"key in {where}" if where else "key", name, keys))
+    return message
 
 
 def run_job(cfg: DictConfig) -> int:
@@ -75,13 +88,12 @@ def apply_short_keys(cfg: DictConfig) -> None:
 def run_directory(cfg: DictConfig) -> Path:
     """``outputs/<run>``; without ``run=`` a name of method, card, size, seed and time; in a sweep one a job."""
     name = cfg.run
-    job = HydraConfig.get().job.get("num") if HydraConfig.initialized() else None
-    sweep = HydraConfig.initialized() and HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if name is None:
         method = str(cfg.method._target_).rsplit(".", 2)[-2]
         name = f"{method}-{cfg.card.name}-{cfg.card.size}-s{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if sweep:
-        name = f"{name}-{job}"
+        name = f"{name}-{HydraConfig.get().job.num}"
     if not str(name) or Path(str(name)).name != str(name) or str(name).startswith("."):
         raise UserError(f"run: got {name!r}, expected a plain folder name")
     return Path(cfg.outputs) / str(name)

@@ -34,7 +34,7 @@ def build_target(node: DictConfig, what: str) -> Any:
     """Instantiates ``_target_``; a wrong or missing key becomes a ``UserError``."""
     missing = OmegaConf.missing_keys(node)
     if missing:
-        raise UserError(f"{what}: give {', '.join(f'{what}.{key}=...' for key in sorted(missing))}")
+        raise UserError(f"{what}: give {', '.join(f'{key}=...' for key in sorted(missing))}")
     try:
         return instantiate(plain(node), _convert_="all")
     except InstantiationException as error:

@@ -69,7 +69,7 @@ def gather_roles(module: PostTrainingModule) -> dict[str, dict[str, Any]]:
     return {name: get_model_state_dict(role, options=_OPTIONS) for name, role in module.roles.items()}
 
 
-def weight_change(card: ModelCard, state: Mapping[str, Any], role: str, lora: LoRA | None) -> dict[str, float]:
+def weight_change(card: ModelCard, state: dict[str, Any], role: str, lora: LoRA | None) -> dict[str, float]:
     """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged."""
     folder = resolve_folder(card.source, card.root)
     component = trainable_component(card)
@@ -203,8 +203,8 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
     schedule.load_state_dict(state["schedule"])
     module.step_index = meta.step
     module.optimizer_steps = meta.optimizer_steps
-    for role in module.roles.names:
-        module.roles.changed(role)
+    for name in module.roles.names:
+        module.roles.changed(name)
 
 
 def _check_roles(stored: Mapping[str, Mapping[str, Any]], module: PostTrainingModule) -> None:

@@ -103,9 +103,7 @@ def _share(items: Sequence[EvalItem], world: World) -> tuple[list[EvalItem], lis
     return mine + [items[0]] * (each - len(mine)), mine
 
 
-def _generate(
-    module: PostTrainingModule, requests: list[Request], role: str, listener: Listener
-) -> list[Artifact]:
+def _generate(module: PostTrainingModule, requests: list[Request], role: str, listener: Listener) -> list[Artifact]:
     """Through the run's own engine, in portions that bound the memory of decoded clips."""
     instance = module.roles.instance(role)
     total = sum((r.steps if r.steps is not None else module.card.sampling.steps) for r in requests)

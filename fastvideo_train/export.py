@@ -1,7 +1,8 @@
 """Export: the trained role as a derived card and a diffusers folder that plain ``diffusers`` loads.
 
 Ends with a strict reload and one seeded request whose latents must equal the trainer's own; only then does the folder
-appear under its name. ``python -m fastvideo_train.export ckpt=<checkpoint> out=<folder>`` does the same later.
+appear under its name. ``python -m fastvideo_train.export ckpt=outputs/<run>/checkpoints/last out=<folder>`` exports any
+checkpoint of a run later.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from cards.card import CARD_FILE, ModelCard, Recipe, Source
+from cards.errors import UserError
 from cards.source import load_component, resolve_folder, weight_files
+from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
 from inference.media import write_video
 from inference.request import Request
 from methods.roles import trainable_component
 
+REFERENCE_PROMPT = "a red circle moves left"
+"""Of the seeded request that checks an export."""
 LORA_TOLERANCE = 1e-4
 """Merging adds B A into W before the product: equal in exact arithmetic, not in float32."""
 
@@ -152,7 +159,7 @@ def export_model(
     module = trained_module(card, source, state, role, lora)
     module.save_pretrained(aside / subfolder)
     if lora is not None:
-        _save_lora(aside / "lora", state, role)
+        _save_lora(aside / "lora", state, role, lora)
     weights = {component: weights_digest(aside / subfolder)}
     child = derived_card(card, method=method, guidance=guidance, data=data, metrics=metrics, weights=weights)
     (aside / CARD_FILE).write_text(child.to_json())
@@ -179,10 +186,15 @@ def _leave(source: Path, subfolder: str) -> Any:
     return ignore
 
 
-def _save_lora(folder: Path, state: dict[str, Any], role: str) -> None:
+def _save_lora(folder: Path, state: dict[str, Any], role: str, lora: Any) -> None:
+    """With its config: without alpha a loader takes alpha = rank, which is another strength."""
     from diffusers import WanPipeline
+    from peft import LoraConfig
 
-    WanPipeline.save_lora_weights(folder, transformer_lora_layers=lora_state(state, role))
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)).to_dict()
+    WanPipeline.save_lora_weights(
+        folder, transformer_lora_layers=lora_state(state, role), transformer_lora_adapter_metadata=config
+    )
 
 
 def _reload_difference(
@@ -216,7 +228,7 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
         "from diffusers import WanPipeline",
         "",
         f'pipe = WanPipeline.from_pretrained("{folder.name.removeprefix(".").removesuffix(".tmp")}", '
-        "torch_dtype=torch.float32)",
+        "dtype=torch.float32)",
         f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
         f"             num_inference_steps={s.steps}, guidance_scale={loop.guidance.scale},",
         '             generator=torch.Generator("cpu").manual_seed(1)).frames[0]',
@@ -237,3 +249,74 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
             write_video(folder / name, np.repeat(np.repeat(frames, 4, axis=1), 4, axis=2), card.sampling.fps)
             lines.append(f"| {prompt} | ![]({name}) |")
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+# -- command line
+
+
+class ExportOptions(Options):
+    """What to export and where to."""
+
+    ckpt: str = Field(description="checkpoint folder, e.g. outputs/<run>/checkpoints/last")
+    out: str = Field(description="folder to write")
+    overwrite: bool = Field(False, description="replace what is at out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 after one message for a mistake in the command."""
+    return run_program(_export_checkpoint, _usage, argv)
+
+
+def _usage() -> str:
+    return usage(
+        ExportOptions,
+        "python -m fastvideo_train.export",
+        "Export a checkpoint of a run as a card and a diffusers folder.",
+        "python -m fastvideo_train.export ckpt=outputs/demo/checkpoints/last out=exports/demo",
+    )
+
+
+def _export_checkpoint(argv: Sequence[str]) -> int:
+    from omegaconf import OmegaConf
+
+    from fastvideo_train.build import build_card, build_method
+    from fastvideo_train.checkpoint import check_meta, load_state, read_meta
+    from fastvideo_train.rundir import CONFIG_FILE
+    from methods.roles import EMA, STUDENT
+
+    options = parse_options(ExportOptions, argv)
+    checkpoint, out = Path(options.ckpt).resolve(), Path(options.out)
+    meta = read_meta(checkpoint)
+    config = checkpoint.parents[1] / CONFIG_FILE
+    if not config.is_file():
+        raise UserError(f"{checkpoint} is not inside a run: expected its configuration at {config}")
+    if out.exists() and not options.overwrite:
+        raise UserError(f"{out} exists; choose another out=<folder> or pass overwrite=true")
+    cfg = OmegaConf.load(config)
+    card, method = build_card(cfg.card), build_method(cfg.method)
+    check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
+    stored = load_state(checkpoint)
+    role = EMA if method.ema is not None else STUDENT
+    exported = export_model(
+        card=card,
+        out=out,
+        state=stored["roles"][STUDENT if method.lora is not None else role],
+        role=role,
+        lora=method.lora,
+        method=method.name,
+        guidance=method.rollout_guidance(),
+        data=card.recipe.data,
+        metrics={f"before_{name}": value for name, value in stored["data"]["before"].items()},
+        reference_latents=None,
+        reference_request=Request(prompt=REFERENCE_PROMPT, seed=meta.seed, steps=4, output="latents"),
+        samples=[],
+    )
+    print(
+        f"exported step {meta.step} ({role}) to {exported.folder}; reloaded latents differ by "
+        f"{exported.latents_difference:.1e}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

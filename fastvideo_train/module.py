@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -91,7 +91,7 @@ class PostTrainingModule(LightningModule):
         mesh = getattr(self, "_device_mesh", None)
         for module in self.roles.sharded_modules():
             if self.plan.activation_checkpointing and hasattr(module, "enable_gradient_checkpointing"):
-                module.enable_gradient_checkpointing()
+                cast(Any, module).enable_gradient_checkpointing()
             self.plan.shard(module, None if mesh is None else mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
@@ -126,6 +126,8 @@ class PostTrainingModule(LightningModule):
     # -- training
 
     def on_train_start(self) -> None:
+        if self.reward is not None:
+            self.reward.prepare(str(self.base.device))
         if self.on_start is not None:
             self.on_start()
 
@@ -184,9 +186,7 @@ class PostTrainingModule(LightningModule):
 
     def check_parity(self) -> float:
         """The C2 gate on the student; stops the run when training and serving differ."""
-        self.c2 = behaviour_gate(
-            self.roles.instance(STUDENT), prompt="", seed=self.seed, steps=4, solver="euler"
-        )
+        self.c2 = behaviour_gate(self.roles.instance(STUDENT), prompt="", seed=self.seed, steps=4, solver="euler")
         if not self.c2.passed:
             raise ParityError(
                 f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "

@@ -22,16 +22,18 @@ from fastvideo_train import checkpoint as ckpt
 from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
 from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
-from fastvideo_train.export import Exported, export_model
+from fastvideo_train.export import REFERENCE_PROMPT, Exported, export_model, weights_digest
 from fastvideo_train.logging.metrics_csv import MetricsCSV
 from fastvideo_train.logging.samples import save_samples
 from fastvideo_train.module import PostTrainingModule
-from fastvideo_train.report import write_report
 from fastvideo_train.rundir import SUMMARY_FILE, write_json
 from inference.instance import ModelInstance
 from inference.request import Request
 from loops.loop import ModelCall
-from methods.roles import trainable_component
+
+
+HEADLINES = ("all_correct", "val_loss", "reward")
+"""Evaluation metrics that are shown, the first that a run has as its headline."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,8 @@ class Run:
         def encode(video_BCFHW: torch.Tensor) -> torch.Tensor:
             return base.call(ModelCall("vae", "encode", {"video": video_BCFHW})).float().cpu()
 
-        from fastvideo_train.export import file_digest
-        from cards.source import weight_files
-
         folder = resolve_folder(self.parts.card.source, self.parts.card.root)
-        digest = "-".join(file_digest(path)[:16] for path in weight_files(folder / "vae"))
+        digest = weights_digest(folder / self.parts.card.components["vae"].subfolder)
         data.use_encoder(encode, vae_digest=digest)
         data.trainer = self.trainer
         self.trainer.strategy.setup_environment()
@@ -172,9 +171,7 @@ class Run:
             prompts = [parts.prompts.at(far + i) for i in range(cfg.count)]
             items = tuple(EvalItem(p.text, 1000 + i, dict(p.metadata)) for i, p in enumerate(prompts))
         guidance = cfg.guidance if cfg.guidance is not None else parts.method.rollout_guidance()
-        return EvalSettings(
-            items, reward, steps=cfg.steps, guidance=guidance, solver=cfg.solver, samples=cfg.samples
-        )
+        return EvalSettings(items, reward, steps=cfg.steps, guidance=guidance, solver=cfg.solver, samples=cfg.samples)
 
     # -- hooks of the module
 
@@ -190,10 +187,8 @@ class Run:
             self.metrics.truncate_after(start)
         if self.resume is None:
             self.before = self._evaluate("before", 0)
-        self.bar = self.progress.phase("train", self.parts.method.steps)
+        self.bar = self.progress.phase("train", self.parts.method.steps, done=start)
         self.bar.__enter__()
-        if start:
-            self.bar.advance(start)
 
     def _after_step(self, step: int, metrics: dict[str, float]) -> None:
         cfg = self.cfg
@@ -237,7 +232,7 @@ class Run:
                     shown = clips
 
             result = evaluate(self.module, self.settings, batches, listen)
-            headline = {k: v for k, v in result.metrics.items() if k in ("all_correct", "val_loss", "reward")}
+            headline = {name: result.metrics[name] for name in HEADLINES if name in result.metrics}
             bar.advance(max(0, total - shown), **headline)
         if self.trainer.global_rank == 0:
             self._keep(phase, step, result)
@@ -274,7 +269,7 @@ class Run:
     def _reference(self) -> tuple[Request, torch.Tensor]:
         """A seeded request and the trainer's own latents for it."""
         request = Request(
-            prompt="a red circle moves left",
+            prompt=REFERENCE_PROMPT,
             seed=self.cfg.seed,
             steps=4,
             guidance=self.parts.method.rollout_guidance(),
@@ -293,7 +288,11 @@ class Run:
         state = roles["student" if module.roles.lora is not None else role]
         self.weight_change = ckpt.weight_change(self.parts.card, state, role, module.roles.lora)
         with self.progress.phase("export", 1) as bar:
-            metrics = {f"before_{k}": v for k, v in self.before.items()} | {f"after_{k}": v for k, v in self.after.items()}
+            metrics = {
+                f"{when}_{name}": value
+                for when, values in (("before", self.before), ("after", self.after))
+                for name, value in values.items()
+            }
             self.exported = export_model(
                 card=self.parts.card,
                 out=self.run_dir / "export",
@@ -316,6 +315,8 @@ class Run:
         return load_samples(self.run_dir, "after")[:4]
 
     def _summarise(self) -> None:
+        from fastvideo_train.report import write_report
+
         assert self.exported is not None
         parts = self.parts
         write_json(
@@ -343,8 +344,8 @@ class Run:
         report = write_report(self.run_dir)
         if self.tracker is not None:
             self.tracker.finish()
-        headline = "all_correct" if "all_correct" in self.after else ("reward" if "reward" in self.after else "val_loss")
-        if headline in self.after and headline in self.before:
+        headline = next((name for name in HEADLINES if name in self.after), None)
+        if headline is not None and headline in self.before:
             self.progress.say(f"{headline}: {self.before[headline]:.3f} before, {self.after[headline]:.3f} after")
         self.progress.say(f"report: {report}")
         self.progress.say(f"export: {self.exported.folder}")

@@ -45,7 +45,7 @@ def check_free(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
             f"{run_dir} exists. Use resume=auto to continue it, overwrite=true to delete it, or another run=<name>"
         )
     if not any((run_dir / name).exists() for name in _MARK):
-        raise UserError(f"{run_dir} is not a run directory; overwrite=true deletes runs only. Choose another run=<name>")
+        raise UserError(f"{run_dir} is not a run; overwrite=true deletes runs only. Choose another run=<name>")
 
 
 def prepare(run_dir: Path, *, overwrite: bool) -> None:

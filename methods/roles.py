@@ -55,6 +55,9 @@ class Roles(nn.ModuleDict):
         lora: None trains full weights.
     """
 
+    _base: ModelInstance
+    _residents: dict[str, Resident]
+
     def __init__(self, base: ModelInstance, names: Iterable[str], lora: LoRA | None = None):
         super().__init__()
         self.component = trainable_component(base.card)
@@ -115,8 +118,7 @@ class Roles(nn.ModuleDict):
 
     def instance(self, role: str) -> ModelInstance:
         """The role as the engine serves it."""
-        base: ModelInstance = self._base
-        return base.view({self.component: self._residents[role]})
+        return self._base.view({self.component: self._residents[role]})
 
     def changed(self, role: str) -> None:
         """Says that the role's weights moved: bumps the version of its component."""

@@ -46,9 +46,7 @@ def roll_out(
 ) -> Rollouts:
     """One sample for each (prompt, seed)."""
     requests = [
-        Request(
-            prompt=prompt, seed=seed, steps=steps, solver=solver, guidance=guidance, profile=Profile.ROLLOUT
-        )
+        Request(prompt=prompt, seed=seed, steps=steps, solver=solver, guidance=guidance, profile=Profile.ROLLOUT)
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     artifacts = engine.run_interleaved(requests, instance, listener)

@@ -121,9 +121,9 @@ def _clip_defaults(card: ModelCard, size: str) -> Sampling:
 
 def _published(size: str, source: Source) -> ModelCard:
     geometry = Geometry(spatial=8, temporal=4, channels=16, patch=(1, 2, 2))
-    components = _components(_TRANSFORMERS[size], _VAE, _TEXT) if size in _TRANSFORMERS else None
-    if components is None:
+    if size not in _TRANSFORMERS:
         raise unknown_name("size with published weights", size, _TRANSFORMERS)
+    components = _components(_TRANSFORMERS[size], _VAE, _TEXT)
     schedule = Schedule(
         shift=_SHIFT[size],
         options={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000},
@@ -238,7 +238,9 @@ def _card(
             )
         },
         programs={TASK: TEXT_TO_VIDEO},
-        recipe=Recipe(method="pretrained", assumes_loop=SEMANTICS, data="ShapeWorld" if size == "tiny" else ""),
+        recipe=Recipe(
+            method="pretrained", assumes_loop=SEMANTICS, data="ShapeWorld" if source.kind == "bundled" else ""
+        ),
         sampling=sampling,
         capabilities=("text_to_video",),
     )

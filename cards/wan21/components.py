@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 
@@ -51,13 +51,13 @@ def tokenize(tokenizer: Any, prompt: str, max_sequence_length: int) -> dict[str,
 # -- operations
 
 
-def encode_text(encoder: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+def encode_text(encoder: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """(B, L, D) last hidden states, zero after each prompt's end."""
     hidden_BLD = encoder(tensors["ids"], tensors["mask"]).last_hidden_state
     return hidden_BLD.masked_fill(~tensors["mask"].bool().unsqueeze(-1), 0)
 
 
-def predict_velocity(transformer: nn.Module, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+def predict_velocity(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Velocity (B, C, T, H, W) at ``latents``, ``timestep`` (B,) under ``text`` (B, L, D)."""
     dtype = getattr(torch, static["dtype"])
     return transformer(
@@ -90,7 +90,7 @@ def encode_video(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tenso
     return (latents_BCTHW - mean) * inverse_std
 
 
-OPERATIONS: dict[tuple[str, str], Callable[[nn.Module, Tensors, Mapping[str, Any]], Tensor]] = {
+OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Tensor]] = {
     ("text_encoder", "encode"): encode_text,
     ("transformer", "velocity"): predict_velocity,
     ("vae", "decode"): decode_latents,

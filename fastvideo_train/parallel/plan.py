@@ -32,7 +32,7 @@ class Plan(ABC):
     def strategy(self, devices: int) -> Any:
         """Lightning's strategy."""
 
-    def shard(self, module: nn.Module, mesh: DeviceMesh | None) -> None:
+    def shard(self, module: nn.Module, mesh: DeviceMesh | None) -> None:  # noqa: B027 - replicas have nothing to shard
         """Shards a role's module in place; the default leaves it whole."""
 
     def problems(self, card: ModelCard, devices: int) -> list[str]:
@@ -83,9 +83,9 @@ class FSDP2(Plan):
         from torch.distributed.fsdp import fully_shard
 
         assert mesh is not None
-        for block in blocks(module):
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        # Also the root gives its whole weights back after a forward: roles are blended and saved shard by shard.
+        for part in (*blocks(module), module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 
 PLANS: dict[str, type[Plan]] = {"single": Single, "ddp": DDP, "fsdp2": FSDP2}

@@ -1,0 +1,119 @@
+"""Whole runs through the command line, on tiny random Wan folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class TrainRuns:
+    """Starts ``train.py`` in a folder of its own and reads what it leaves."""
+
+    def __init__(self, outputs: Path, cache: Path):
+        self.outputs = outputs
+        self.cache = cache
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "FASTVIDEO_CACHE": str(self.cache),
+            "WANDB_MODE": "disabled",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join((str(REPO), str(REPO / "tests" / "support"))),
+        }
+        command = [sys.executable, str(REPO / "train.py"), f"outputs={self.outputs}", "logger=none", *overrides]
+        return subprocess.Popen(
+            command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def run(self, *overrides: str) -> str:
+        """A run to its end; fails the test with its output when it does not exit with 0."""
+        process = self.start(*overrides)
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output[-4000:]
+        return output
+
+    def kill_at(self, run: str, step: int, *overrides: str) -> None:
+        """Starts a run and kills it with SIGKILL once ``step`` rows of metrics are there."""
+        process = self.start(f"run={run}", *overrides)
+        metrics = self.outputs / run / "metrics.csv"
+        deadline = time.monotonic() + 300
+        while not metrics.is_file() or metrics.read_text().count("\n") < step + 1:
+            assert process.poll() is None, process.communicate()[0][-4000:]
+            assert time.monotonic() < deadline, "the run made no progress"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+    def state(self, run: str) -> dict[str, Any]:
+        """The newest checkpoint's state."""
+        return torch.load(self.outputs / run / "checkpoints" / "last" / "state.pt", weights_only=True)
+
+    def metrics(self, run: str) -> list[dict[str, str]]:
+        """Rows of metrics.csv as text, without the columns that tell time."""
+        import csv
+
+        with (self.outputs / run / "metrics.csv").open() as stream:
+            return [
+                {key: value for key, value in row.items() if not key.startswith("time/")}
+                for row in csv.DictReader(stream)
+            ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> TrainRuns:
+    return TrainRuns(tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("cache"))
+
+
+def same(a: Any, b: Any, where: str = "") -> list[str]:
+    """Places where two nested states differ, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return [] if isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b) else [where]
+    if isinstance(a, dict):
+        if set(a) != set(b):
+            return [f"{where}: keys"]
+        return [place for key in a for place in same(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return [f"{where}: length"]
+        return [place for i, (x, y) in enumerate(zip(a, b, strict=True)) for place in same(x, y, f"{where}/{i}")]
+    return [] if a == b else [where]
+
+
+@pytest.fixture(scope="session")
+def differences() -> Callable[[Any, Any], list[str]]:
+    return same
+
+
+NFT = (
+    "method=diffusion_nft",
+    "batch_size=2",
+    "method.samples=3",
+    "method.rollout_steps=4",
+    "method.timesteps=2",
+    "method.updates=2",
+    "method.ema=0.9",
+    "method.kl=1e-3",
+    "reward=callable",
+    "reward.function=rewards_for_tests.redness",
+    "eval.count=2",
+    "eval.steps=2",
+)
+FINETUNE = ("method=finetune", "batch_size=4", "data.clips=24", "eval.prompts=none", "method.warmup=2")
+
+
+@pytest.fixture(scope="session")
+def method_overrides() -> dict[str, tuple[str, ...]]:
+    """Small runs of both methods."""
+    return {"diffusion_nft": NFT, "finetune": FINETUNE}

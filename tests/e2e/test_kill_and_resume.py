@@ -1,0 +1,59 @@
+"""A run that is killed with SIGKILL and resumed equals the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["finetune", "diffusion_nft"])
+def test_resume_equals_the_uninterrupted_run(
+    method: str,
+    runs: Any,
+    wan_folder: Path,
+    method_overrides: dict[str, tuple[str, ...]],
+    differences: Callable[[Any, Any], list[str]],
+) -> None:
+    common = (*method_overrides[method], f"card.source={wan_folder}", f"steps={STEPS}", "save_every=2", "seed=3")
+    runs.run(f"run={method}-whole", *common)
+    at = random.randrange(1, STEPS - 1)
+    print(f"killed once {at} rows of metrics were written")
+    runs.kill_at(f"{method}-killed", at, *common)
+    assert not (runs.outputs / f"{method}-killed" / "summary.json").exists()
+    runs.run(f"run={method}-killed", *common, "resume=auto")
+
+    whole, resumed = runs.state(f"{method}-whole"), runs.state(f"{method}-killed")
+    assert whole["optimizer"]["state"], "the comparison would be empty"
+    assert {"student", "ema"} <= set(whole["roles"])
+    assert method != "diffusion_nft" or "old" in whole["roles"]
+    assert differences(whole, resumed) == []
+    assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
+    assert [row["step"] for row in runs.metrics(f"{method}-killed")] == [str(i + 1) for i in range(STEPS)]
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_neither_overwritten_nor_lost(
+    runs: Any, wan_folder: Path, method_overrides: dict[str, tuple[str, ...]]
+) -> None:
+    common = (*method_overrides["finetune"], f"card.source={wan_folder}", "steps=2", "run=done")
+    runs.run(*common)
+    summary = (runs.outputs / "done" / "summary.json").read_bytes()
+    process = runs.start(*common)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "resume=auto" in output and "overwrite=true" in output and "Traceback" not in output
+    assert (runs.outputs / "done" / "summary.json").read_bytes() == summary
+
+    process = runs.start(*common, "resume=auto", "seed=9")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2 and "seed" in output
+    process = runs.start(*method_overrides["diffusion_nft"], f"card.source={wan_folder}", "run=done", "resume=auto")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2 and "method: the checkpoint has finetune" in output

@@ -1,0 +1,46 @@
+"""Two processes with ddp and with fsdp2 give what one process gives on the same global batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inference.engine import Engine
+from inference.request import Request
+
+LOSS_TOLERANCE = 1e-5
+LATENT_TOLERANCE = 1e-4
+
+
+def _latents(export: Path) -> torch.Tensor:
+    engine = Engine()
+    engine.load(export)
+    return engine.run(Request("a red circle", seed=5, steps=4, output="latents")).latents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "steps"), [("finetune", 6), ("diffusion_nft", 2)])
+def test_ddp_and_fsdp2_equal_one_process(
+    method: str, steps: int, runs: Any, wan_folder: Path, method_overrides: dict[str, tuple[str, ...]]
+) -> None:
+    common = (*method_overrides[method], f"card.source={wan_folder}", f"steps={steps}", "parity_every=1")
+    runs.run(f"run={method}-single", *common)
+    reference = runs.metrics(f"{method}-single")
+    expected = _latents(runs.outputs / f"{method}-single" / "export")
+    start = load_file(wan_folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    end = load_file(runs.outputs / f"{method}-single" / "export" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert max((start[k] - end[k]).abs().max().item() for k in start) > 1e-5, "nothing was trained"
+    for plan in ("ddp", "fsdp2"):
+        runs.run(f"run={method}-{plan}", *common, f"parallel={plan}", "devices=2")
+        rows = runs.metrics(f"{method}-{plan}")
+        assert len(rows) == len(reference) == steps
+        gaps = [abs(float(a["train/loss"]) - float(b["train/loss"])) for a, b in zip(rows, reference, strict=True)]
+        relative = max(gap / max(1.0, abs(float(row["train/loss"]))) for gap, row in zip(gaps, reference, strict=True))
+        difference = (_latents(runs.outputs / f"{method}-{plan}" / "export") - expected).abs().max().item()
+        print(f"{method} {plan}: largest loss difference {max(gaps):.2e}, latents {difference:.2e}")
+        assert relative <= LOSS_TOLERANCE
+        assert difference <= LATENT_TOLERANCE
