@@ -25,6 +25,8 @@ from methods.rewards.reward import Reward
 from methods.roles import EMA, STUDENT, Roles
 from methods.world import World
 
+GATE_PROMPT = "a red circle moves left"
+"""Of the C2 gate's seeded request."""
 StepHook = Callable[[int, dict[str, float]], None]
 
 
@@ -186,7 +188,7 @@ class PostTrainingModule(LightningModule):
 
     def check_parity(self) -> float:
         """The C2 gate on the student; stops the run when training and serving differ."""
-        self.c2 = behaviour_gate(self.roles.instance(STUDENT), prompt="", seed=self.seed, steps=4, solver="euler")
+        self.c2 = behaviour_gate(self.roles.instance(STUDENT), prompt=GATE_PROMPT, seed=self.seed, steps=4, solver="euler")
         if not self.c2.passed:
             raise ParityError(
                 f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "

@@ -32,7 +32,8 @@ def make_wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
         torch.manual_seed(seed)
-        words = ["<pad>", "</s>", "<unk>", *"a the red green blue circle square triangle moves left right".split()]
+        nouns = ["a", "the", "red", "green", "blue", "circle", "square", "triangle", "moves", "left", "right"]
+        words = ["<pad>", "</s>", "<unk>", *nouns]
         tokenizer = T5TokenizerFast(
             vocab=[(word if i < 3 else "▁" + word, -float(i)) for i, word in enumerate(words)], extra_ids=0
         )

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning.pytorch import Trainer
@@ -296,7 +295,7 @@ def machine() -> str:
 
 
 def measure(card: ModelCard, rounds: int) -> Rounds:
-    method = build_method(OmegaConf.load(ROOT / "conf" / "method" / "diffusion_nft.yaml"))
+    method = build_method(OmegaConf.load(Path(__file__).resolve().parents[2] / "conf" / "method" / "diffusion_nft.yaml"))
     assert isinstance(method, DiffusionNFT) and method.decay == 1 and method.kl == 0 and method.advantage_std == "batch"
     folder = resolve_folder(card.source, card.root)
     seen: list[np.ndarray] = []

@@ -64,7 +64,9 @@ def test_wrong_names_and_values(case: str, runs: Any, wan_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "expected"), [("missing file", ["vae"]), ("shape", ["ffn.net", "expected"])])
-def test_a_source_that_does_not_fit(what: str, expected: list[str], runs: Any, wan_folder: Path, tmp_path: Path) -> None:
+def test_a_source_that_does_not_fit(
+    what: str, expected: list[str], runs: Any, wan_folder: Path, tmp_path: Path
+) -> None:
     _fails(runs, [f"card.source={_broken_source(wan_folder, tmp_path, what)}"], expected)
 
 

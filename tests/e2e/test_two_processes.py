@@ -31,8 +31,8 @@ def test_ddp_and_fsdp2_equal_one_process(
     runs.run(f"run={method}-single", *common)
     reference = runs.metrics(f"{method}-single")
     expected = _latents(runs.outputs / f"{method}-single" / "export")
-    start = load_file(wan_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    end = load_file(runs.outputs / f"{method}-single" / "export" / "transformer" / "diffusion_pytorch_model.safetensors")
+    weights = Path("transformer") / "diffusion_pytorch_model.safetensors"
+    start, end = load_file(wan_folder / weights), load_file(runs.outputs / f"{method}-single" / "export" / weights)
     assert max((start[k] - end[k]).abs().max().item() for k in start) > 1e-5, "nothing was trained"
     for plan in ("ddp", "fsdp2"):
         runs.run(f"run={method}-{plan}", *common, f"parallel={plan}", "devices=2")
