@@ -100,6 +100,7 @@ class Roles(nn.ModuleDict):
         for layer in student.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer._active_adapter = [STUDENT]
+        student.eval()  # the new layers too
         for key, parameter in student.named_parameters():
             parameter.requires_grad_(f".{STUDENT}." in key)
         for name in self.names:

@@ -176,6 +176,20 @@ def the_same_for_all(videos: Any, prompts: Any, metadata: Any) -> list[float]:
     return [0.25] * len(videos)
 
 
+class Prepared(CallableReward):
+    """Keeps where it was loaded."""
+
+    def prepare(self, device: str = "cpu") -> None:
+        self.device = device
+
+
+def test_a_reward_is_loaded_on_the_runs_device_once_before_training(training: Any) -> None:
+    reward = Prepared(function=REWARD)
+    module = training.module(nft(), reward=reward)
+    module.on_start = lambda: pytest.fail("not prepared") if reward.device != "cpu" else None
+    training.fit(module, [PROMPTS])
+
+
 # -- the C2 gate
 
 
