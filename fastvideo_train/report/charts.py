@@ -14,7 +14,8 @@ from html import escape
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-WIDTH, HEIGHT = 540, 220  # of the view box
+LARGE = (540, 220)  # width and height of the view box
+SMALL = (300, 150)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24  # margins
 _MOST_POINTS = 300
 _SMOOTH_FROM = 24  # points; shorter curves are drawn as they are
@@ -31,15 +32,16 @@ class Curve:
     measured: bool = False  # few exact values, each marked; else a noisy curve
 
 
-def chart(title: str, curves: Sequence[Curve], first_colour: int = 0) -> str:
+def chart(title: str, curves: Sequence[Curve], first_colour: int = 0, size: tuple[int, int] = LARGE) -> str:
     """A figure with one chart; "" when no curve has a point."""
     drawn = [Curve(curve.name, _thinned(curve.points), curve.measured) for curve in curves if curve.points]
     if not drawn:
         return ""
     xs = [x for curve in drawn for x, _ in curve.points]
     ys = [y for curve in drawn for _, y in curve.points]
-    x_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
-    y_axis = _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, logarithmic=min(ys) > 0 and max(ys) / min(ys) > _LOG_FROM)
+    width, height = size
+    x_axis = _Axis(min(xs), max(xs), _LEFT, width - _RIGHT)
+    y_axis = _Axis(min(ys), max(ys), height - _BOTTOM, _TOP, logarithmic=min(ys) > 0 and max(ys) / min(ys) > _LOG_FROM)
     body = [_grid(x_axis, y_axis)]
     hover = []
     for i, curve in enumerate(drawn):
@@ -73,9 +75,9 @@ def chart(title: str, curves: Sequence[Curve], first_colour: int = 0) -> str:
     data = escape(json.dumps(hover, separators=(",", ":")))
     return (
         f'<figure class="chart" data-series="{data}"><figcaption>{escape(title)}{last}</figcaption>'
-        f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over steps">'
+        f'<div class="plot"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)} over steps">'
         f"{''.join(body)}"
-        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/></svg><div class="tip"></div></div>'
+        f'<line class="cursor" y1="{_TOP}" y2="{height - _BOTTOM}"/></svg><div class="tip"></div></div>'
         f"{legend}</figure>"
     )
 
@@ -93,14 +95,15 @@ class _Axis:
     def __init__(self, low: float, high: float, start: float, end: float, logarithmic: bool = False) -> None:
         self.log = logarithmic
         self.start, self.end = start, end
-        if high <= low:
+        constant = high <= low
+        if constant:
             pad = abs(low) * 0.1 if low else 0.5
             low, high = (low, high) if logarithmic else (low - pad, high + pad)
         elif start > end and not logarithmic:  # a y axis: air above and below
             low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
         self.low, self.high = (math.log10(low), math.log10(high)) if logarithmic else (low, high)
         ticks = LogLocator(numticks=5).tick_values(low, high) if logarithmic else MaxNLocator(5).tick_values(low, high)
-        self.ticks = [float(tick) for tick in ticks if low <= tick <= high]
+        self.ticks = [(low + high) / 2] if constant else [float(tick) for tick in ticks if low <= tick <= high]
 
     def at(self, value: float) -> float:
         share = ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
@@ -111,12 +114,13 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
     lines = []
     for tick in y_axis.ticks:
         y = y_axis.at(tick)
-        lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<line class="grid" x1="{_LEFT}" x2="{x_axis.end}" y1="{y:.1f}" y2="{y:.1f}"/>')
         lines.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{tick:.4g}</text>')
+    under = round(y_axis.start) + _BOTTOM - 7
     for tick in x_axis.ticks:
         if tick == int(tick):
             x = x_axis.at(tick)
-            lines.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{int(tick)}</text>')
+            lines.append(f'<text class="tick" x="{x:.1f}" y="{under}" text-anchor="middle">{int(tick)}</text>')
     return "".join(lines)
 
 

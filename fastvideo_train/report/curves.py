@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from fastvideo_train.logging.metrics_csv import STEP, TIME_PREFIX
-from fastvideo_train.report.charts import Curve, chart
+from fastvideo_train.report.charts import SMALL, Curve, chart
 from fastvideo_train.report.run_data import RunData
 from fastvideo_train.report.words import metric_title, section
 
@@ -29,8 +29,8 @@ def curves(run: RunData) -> str:
     shown = {*_main_metrics(logged), *categories}
     rest = [name for name in logged if name not in shown and not name.startswith(TIME_PREFIX)]
     rest += [name for name in logged if name.startswith(TIME_PREFIX)]
-    small = [chart(name, [logged[name]], 4) for name in rest]
-    small += [chart(f"eval/{name}", [curve], 1) for name, curve in evaluated.items() if len(curve.points) > 2]
+    small = [chart(name, [logged[name]], 4, SMALL) for name in rest]
+    small += [chart(f"eval/{name}", [curve], 1, SMALL) for name, curve in evaluated.items() if len(curve.points) > 2]
     body = f'<div class="charts">{"".join(main)}</div>' if any(main) else ""
     if any(small):
         body += f'<details><summary>All metrics</summary><div class="charts small">{"".join(small)}</div></details>'
