@@ -158,7 +158,7 @@ class Progress(Callback):
 
     @property
     def _quiet(self) -> bool:
-        return self.silent or rank_zero_only.rank > 0
+        return self.silent or getattr(rank_zero_only, "rank", 0) > 0
 
     def _enter(self, phase: Phase) -> None:
         self._open.append(phase)

@@ -105,7 +105,8 @@ def read_metrics(path: str | Path) -> list[Row]:
     lines = list(csv.reader(io.StringIO(whole)))
     if not lines:
         return []
-    header, rows = lines[0], []
+    header = lines[0]
+    rows: list[Row] = []
     if header[0] != STEP:
         raise UserError(f"{path}: first column is {header[0]!r}, expected {STEP!r}; move the file away or restore it")
     for number, cells in enumerate(lines[1:], start=2):

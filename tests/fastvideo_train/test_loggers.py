@@ -217,7 +217,6 @@ for first in (1, 3):  # the second as after a resume
 """
 
 
-@pytest.mark.slow
 def test_an_offline_run_is_silent_and_whole(tmp_path: Path) -> None:
     """In a process of its own; read back from the record file that ``wandb sync`` would upload."""
     run = tmp_path / "run"
