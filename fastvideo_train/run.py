@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from cards.errors import UserError
 from cards.source import resolve_folder
 from fastvideo_train import checkpoint as ckpt
+from fastvideo_train.build import build_target
 from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
 from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
@@ -30,7 +31,6 @@ from fastvideo_train.rundir import SUMMARY_FILE, write_json
 from inference.instance import ModelInstance
 from inference.request import Request
 from loops.loop import ModelCall
-
 
 HEADLINES = ("all_correct", "val_loss", "reward")
 """Evaluation metrics that are shown, the first that a run has as its headline."""
@@ -108,7 +108,7 @@ class Run:
         if device.type == "cuda":
             device = torch.device("cuda", trainer.local_rank)
             torch.cuda.set_device(device)
-        self.progress = Progress(silent=trainer.global_rank > 0)
+        self.progress: Progress = build_target(cfg.callbacks.progress, "callbacks.progress")
         base = ModelInstance.from_folder(parts.card, resolve_folder(parts.card.source, parts.card.root), device)
         self.module = PostTrainingModule(
             parts.card,
@@ -147,10 +147,7 @@ class Run:
         digest = weights_digest(folder / self.parts.card.components["vae"].subfolder)
         data.use_encoder(encode, vae_digest=digest)
         data.trainer = self.trainer
-        self.trainer.strategy.setup_environment()
-        if self.trainer.global_rank == 0:
-            data.prepare_data()
-        ckpt.barrier()
+        data.prepare_data()  # under a file lock: the first process encodes, the others find it done
         data.setup("fit")
 
     def _eval_settings(self) -> EvalSettings:

@@ -32,7 +32,9 @@ class TrainRuns:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(REPO), str(REPO / "tests" / "support"))),
         }
-        command = [sys.executable, str(REPO / "train.py"), f"outputs={self.outputs}", "logger=none", *overrides]
+        flags = [part for part in overrides if part.startswith("-")]
+        keys = [part for part in overrides if not part.startswith("-")]
+        command = [sys.executable, str(REPO / "train.py"), *flags, f"outputs={self.outputs}", "logger=none", *keys]
         return subprocess.Popen(
             command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
