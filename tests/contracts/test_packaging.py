@@ -55,7 +55,7 @@ def test_the_wheel_carries_every_file_of_the_packages_and_conf_inside_fastvideo_
 def test_the_wheel_carries_the_bundled_weights(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("cards/wan21/weights/")]
     for component in ("transformer", "vae", "text_encoder"):
-        folder = f"cards/wan21/weights/{component}/"
+        folder = f"cards/wan21/weights/tiny/{component}/"
         assert any(name.startswith(folder) and name.endswith(".safetensors") for name in names), (folder, names)
 
 
