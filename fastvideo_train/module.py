@@ -188,7 +188,8 @@ class PostTrainingModule(LightningModule):
 
     def check_parity(self) -> float:
         """The C2 gate on the student; stops the run when training and serving differ."""
-        self.c2 = behaviour_gate(self.roles.instance(STUDENT), prompt=GATE_PROMPT, seed=self.seed, steps=4, solver="euler")
+        student = self.roles.instance(STUDENT)
+        self.c2 = behaviour_gate(student, prompt=GATE_PROMPT, seed=self.seed, steps=4, solver="euler")
         if not self.c2.passed:
             raise ParityError(
                 f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "
