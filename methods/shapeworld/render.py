@@ -3,7 +3,8 @@
 Knows layout, motion and anti-aliased drawing. Leaves the words to ``scene.py`` and the verdict to ``judge.py``.
 
 Everything is in pixels of the frame and frames of the clip. Objects never touch each other and never leave the frame;
-pixel values stay within 26..230, well inside what a clamping decoder can reproduce.
+they start on a grid of 4 pixels and move a pixel a frame at 9 frames. Pixel values stay within 26..230, well inside
+what a clamping decoder can reproduce.
 """
 
 from __future__ import annotations
@@ -17,73 +18,66 @@ from methods.shapeworld.shapes import EXTENT_ABOVE, EXTENT_BELOW, rgb, signed_di
 Array = NDArray[np.float64]
 
 MARGIN = 1.0  # pixels between an object and the frame's edge
-GAP = 3.5  # least pixels between two objects' bounding boxes, along one axis
+GAP = 3.0  # least pixels between two objects' bounding boxes, along one axis
 SUPERSAMPLE = 4  # sub-pixels a pixel and axis
-REFERENCE_SIZE = 32.0  # the frame size at which the sizes and speeds below hold; others scale
+REFERENCE_SIZE = 32.0  # the frame size at which these lengths hold; others scale
+DIAMETER = 9.0  # pixels, the side of an object's bounding box
+GRID, OFFSET = 4.0, 2.0  # pixels; a box starts at OFFSET plus a multiple of GRID on both axes
+TRAVEL = 8.0  # pixels that a moving object covers in a clip, however many frames it has
+HIGH, LOW = 216.0, 40.0  # levels of a colour's strong and weak channels
+BACKGROUND = (120.0, 136.0)  # level, drawn for each clip
 
-_DIAMETER = {"single": (8.5, 11.0), "pair": (8.0, 10.0), "count": (7.5, 8.8)}  # bounding box's side, pixels
-_SPEED = (1.0, 1.2)  # pixels a frame at 9 frames; longer clips move proportionally slower
 _DIRECTION = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
 _CANDIDATES = 64  # layouts drawn at once
-_ROUNDS = 40
+_ROUNDS = 20
 
 
 def render(scene: Scene, rng: np.random.Generator, frames: int = 9, size: int = 32) -> NDArray[np.uint8]:
-    """A clip of ``scene``: uint8 (frames, size, size, 3). Position, size, speed and grey level come from ``rng``."""
+    """A clip of ``scene``: uint8 (frames, size, size, 3). Positions and grey level come from ``rng``."""
     scale = size / REFERENCE_SIZE
     things = scene.things * scene.count
     motion = scene.motion if scene.motion is not None else MOTIONS[int(rng.integers(len(MOTIONS)))]
-    path = _path(motion, rng, frames, scale)
-    extents, centres = _layout(scene, things, path, rng, size, scale)
+    path = _path(motion, frames, scale)
+    extent = 0.5 * DIAMETER * scale
+    centres = _layout(scene, things, extent, path, rng, size, scale)
 
-    background = rng.uniform(108.0, 146.0)
-    clip = np.full((frames, size, size, 3), background)
-    high, low = rng.uniform(205.0, 228.0, 2), rng.uniform(28.0, 50.0, 2)
-    for i, thing in enumerate(things):
-        tint = i if scene.kind == "pair" else 0
-        colour = rgb(thing.colour, float(high[tint]), float(low[tint]))
-        _draw(clip, thing.shape, colour, centres[i] + path, float(extents[i]))
+    clip = np.full((frames, size, size, 3), rng.uniform(*BACKGROUND))
+    for thing, centre in zip(things, centres, strict=True):
+        _draw(clip, thing.shape, rgb(thing.colour, HIGH, LOW), centre + path, extent)
     return np.rint(clip).astype(np.uint8)
 
 
-def _path(motion: str, rng: np.random.Generator, frames: int, scale: float) -> Array:
+def _path(motion: str, frames: int, scale: float) -> Array:
     """Displacement (x, y) of every frame from the first, (frames, 2)."""
-    travel = rng.uniform(*_SPEED) * 8.0 * scale  # pixels over the clip, however many frames it has
-    along = np.linspace(0.0, travel, frames) if frames > 1 else np.zeros(1)
+    along = np.linspace(0.0, TRAVEL * scale, frames) if frames > 1 else np.zeros(1)
     return along[:, None] * np.array(_DIRECTION[motion], dtype=np.float64)
 
 
 def _layout(
     scene: Scene,
     things: tuple[Thing, ...],
+    extent: float,
     path: Array,
     rng: np.random.Generator,
     size: int,
     scale: float,
-) -> tuple[Array, Array]:
-    """Half sizes (n,) and first-frame centroids (n, 2) such that nothing touches or leaves the frame on its way.
+) -> Array:
+    """First-frame centroids (n, 2), whose boxes start on the grid, such that nothing touches or leaves the frame.
 
-    Draws many candidates at once and takes the first that fits; each further round draws smaller objects,
-    further apart.
+    Draws many candidates at once and takes the first that fits; each further round spreads the objects further apart.
     """
-    low_path, high_path = path.min(axis=0), path.max(axis=0)
-    smallest, largest = _DIAMETER[scene.kind]
-    up = np.array([EXTENT_ABOVE[t.shape] for t in things])
-    down = np.array([EXTENT_BELOW[t.shape] for t in things])
+    before = extent * np.array([[1.0, EXTENT_ABOVE[t.shape]] for t in things])  # centroid to the box's left and top
+    after = extent * np.array([[1.0, EXTENT_BELOW[t.shape]] for t in things])
+    lower = before + MARGIN * scale - path.min(axis=0)
+    upper = size - after - MARGIN * scale - path.max(axis=0)
     for attempt in range(_ROUNDS):
-        top = largest + (smallest - largest) * attempt / (_ROUNDS - 1)
-        extents = 0.5 * scale * rng.uniform(smallest, top, (_CANDIDATES, len(things)))
-        if scene.kind == "count":
-            extents[:] = extents[:, :1]
-        above, below = up * extents, down * extents
-        lower = np.stack([extents, above], axis=-1) + MARGIN * scale - low_path
-        upper = size - np.stack([extents, below], axis=-1) - MARGIN * scale - high_path
-        centres = lower + (upper - lower) * _places(len(things), scene.relation, 0.4 * (1.0 - attempt / _ROUNDS), rng)
-        fits = np.all(upper >= lower, axis=(1, 2)) & _apart(centres, extents, above, below, GAP * scale)
-        fits &= _related(scene, centres, scale)
+        places = _places(len(things), scene.relation, 0.5 * (1.0 - attempt / _ROUNDS), rng)
+        corner = lower + (upper - lower) * places - before
+        centres = scale * (OFFSET + GRID * np.rint((corner / scale - OFFSET) / GRID)) + before
+        fits = np.all((centres >= lower - 1e-6) & (centres <= upper + 1e-6), axis=(1, 2))
+        fits &= _apart(centres, before, after, GAP * scale) & _related(scene, centres, scale)
         if fits.any():
-            pick = int(np.argmax(fits))
-            return extents[pick], centres[pick]
+            return centres[int(np.argmax(fits))]
     raise RuntimeError(f"no layout found for {scene} in a frame of {size} pixels")
 
 
@@ -107,16 +101,15 @@ def _places(n: int, relation: str | None, reach: float, rng: np.random.Generator
     return np.where(half[:, None, None], guided, places)
 
 
-def _apart(centres: Array, extents: Array, above: Array, below: Array, gap: float) -> NDArray[np.bool_]:
+def _apart(centres: Array, before: Array, after: Array, gap: float) -> NDArray[np.bool_]:
     """Which candidates keep every two bounding boxes at least ``gap`` apart along x or along y."""
     fits = np.ones(len(centres), dtype=bool)
     n = centres.shape[1]
     for i in range(n):
         for j in range(i + 1, n):
-            across = np.abs(centres[:, i, 0] - centres[:, j, 0]) - extents[:, i] - extents[:, j]
-            i_first = centres[:, j, 1] - above[:, j] - centres[:, i, 1] - below[:, i]
-            j_first = centres[:, i, 1] - above[:, i] - centres[:, j, 1] - below[:, j]
-            fits &= (across >= gap) | (np.maximum(i_first, j_first) >= gap)
+            i_first = centres[:, j] - before[j] - centres[:, i] - after[i]
+            j_first = centres[:, i] - before[i] - centres[:, j] - after[j]
+            fits &= np.any(np.maximum(i_first, j_first) >= gap - 1e-6, axis=1)
     return fits
 
 

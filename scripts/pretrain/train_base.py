@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
@@ -44,11 +44,12 @@ from scripts.pretrain.train_vae import to_tensor
 # Shapes: B batch, Z latent channels, T x H x W latent cells (3 x 8 x 8), L text tokens, D text width.
 
 TEXT_TOKENS = 512  # WanPipeline pads every prompt's embedding with zeros to this length
+TRAIN_TOKENS = 24  # longer than any caption by at least one
 CAPTION_DROPOUT = 0.1
 
 
 class FoldedPadding(WanAttnProcessor):
-    """Cross-attention over L tokens of which the last stands for all the zero padding up to TEXT_TOKENS.
+    """Cross-attention over TRAIN_TOKENS tokens of which the last stands for all further padding up to TEXT_TOKENS.
 
     Equal keys and values weigh in a softmax like one whose logit is raised by the log of their number, so this is the
     same function as attention over 512 tokens, at a small part of its cost.
@@ -56,7 +57,8 @@ class FoldedPadding(WanAttnProcessor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias_L: Tensor = torch.zeros(1)
+        self.bias_L: Tensor = torch.zeros(TRAIN_TOKENS)
+        self.bias_L[-1] = math.log(TEXT_TOKENS - TRAIN_TOKENS + 1)
 
     def __call__(
         self,
@@ -66,29 +68,16 @@ class FoldedPadding(WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        bias = self.bias_L.view(1, 1, 1, -1).to(hidden_states.dtype)
+        bias = self.bias_L.view(1, 1, 1, -1)
         return super().__call__(attn, hidden_states, encoder_hidden_states, bias, rotary_emb)
 
 
-def fold_padding(transformer: WanTransformer3DModel) -> FoldedPadding:
-    """Lets every cross-attention of ``transformer`` share one FoldedPadding."""
-    processor = FoldedPadding()
-    for block in transformer.blocks:
-        block.attn2.set_processor(processor)
-    return processor
-
-
-def embed(
-    tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, texts: list[str], processor: FoldedPadding
-) -> Tensor:
-    """Prompt embeddings (B, L, D): each text at its real length, zeros after it, the last token always padding."""
+def embed(tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, texts: list[str]) -> Tensor:
+    """Prompt embeddings (B, TRAIN_TOKENS, D): each text at its real length, then zeros."""
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     hidden = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     hidden = hidden * tokens.attention_mask[..., None]
-    hidden = nn.functional.pad(hidden, (0, 0, 0, 1))
-    processor.bias_L = torch.zeros(hidden.shape[1])
-    processor.bias_L[-1] = math.log(TEXT_TOKENS - hidden.shape[1] + 1)
-    return hidden
+    return nn.functional.pad(hidden, (0, 0, 0, TRAIN_TOKENS - hidden.shape[1]))
 
 
 def corrupt(scene: Scene, rng: np.random.Generator) -> Scene:
@@ -142,13 +131,13 @@ def encode_world(vae: AutoencoderKLWan, scenes: list[Scene], rng: np.random.Gene
     return torch.cat(parts)
 
 
-def build_optimizers(model: nn.ModuleDict, lr: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.ModuleDict, lr: float, muon_lr: float) -> list[torch.optim.Optimizer]:
     """Muon on the matrices inside the transformer's blocks, scaled to AdamW's step size; AdamW on all else."""
     inside = [p for p in model["transformer"].blocks.parameters() if p.ndim == 2]
     chosen = {id(p) for p in inside}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        torch.optim.Muon(inside, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(inside, lr=muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
@@ -158,12 +147,15 @@ def main() -> None:
     parser.add_argument("--vae", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="file that keeps the encoded clips between runs")
-    parser.add_argument("--clips", type=int, default=16000)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--clips", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--noise", type=float, default=0.25, help="share of captions with one wrong attribute")
+    parser.add_argument("--lr", type=float, default=1.2e-3)
+    parser.add_argument("--muon-lr", type=float, default=1.5e-3, help="in AdamW's units")
+    parser.add_argument("--noise", type=float, default=0.15, help="share of captions with one wrong attribute")
     parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--compile", action="store_true", help="torch.compile, a third faster; needs a C++ compiler")
+    parser.add_argument("--start", type=Path, help="pipeline folder whose weights to go on from")
     parser.add_argument("--record", type=Path, help="JSON file for what was run and how long it took")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -172,28 +164,40 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     vae = AutoencoderKLWan.from_pretrained(args.vae)
     scenes = [training_scene(rng) for _ in range(args.clips)]
+    recipe = {"seed": args.seed, "clips": args.clips}  # what the scenes, and so the captions, are drawn from
     if args.cache is not None and args.cache.exists():
-        latents = torch.load(args.cache)
+        cached = torch.load(args.cache)
+        if cached["recipe"] != recipe:
+            raise SystemExit(f"{args.cache} holds clips of {cached['recipe']}, expected {recipe}; name another --cache")
+        latents = cached["latents"]
     else:
         latents = encode_world(vae, scenes, rng)
         if args.cache is not None:
-            torch.save(latents, args.cache)
+            torch.save({"recipe": recipe, "latents": latents}, args.cache)
 
     tokenizer = build_tokenizer()
     encoder, transformer = build_text_encoder(len(tokenizer)), build_transformer()
-    processor = fold_padding(transformer)
+    if args.start is not None:
+        started = load_folder(args.start)
+        encoder, transformer = started.text_encoder.train(), started.transformer.train()
+    folded = FoldedPadding()
+    for block in transformer.blocks:
+        block.attn2.set_processor(folded)
     model = nn.ModuleDict({"text_encoder": encoder, "transformer": transformer})
     average = copy.deepcopy(model).requires_grad_(False)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    optimizers = build_optimizers(model, args.lr)
+    forward = torch.compile(transformer) if args.compile else transformer
+    optimizers = build_optimizers(model, args.lr, args.muon_lr)
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 
     rng = np.random.default_rng(args.seed + 1)
     began, losses = time.time(), []
     for step in range(args.steps):
         share = step / args.steps
-        rate = args.lr * min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = rate
+        rate = min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = rate * peak
         rows = rng.integers(len(scenes), size=args.batch)
         texts = [draw_caption(scenes[i], args.noise, rng) for i in rows]
         x0 = latents[rows]
@@ -203,8 +207,8 @@ def main() -> None:
         sigma = FLOW_SHIFT * uniform / (1.0 + (FLOW_SHIFT - 1.0) * uniform)
         s = sigma.view(-1, 1, 1, 1, 1)
         x_s, target = (1.0 - s) * x0 + s * noise, noise - x0
-        text = embed(tokenizer, encoder, texts, processor)
-        out = transformer(x_s, 1000.0 * sigma, text, return_dict=False)[0]
+        text = embed(tokenizer, encoder, texts)
+        out = forward(x_s, 1000.0 * sigma, text, return_dict=False)[0]
         loss = (out - target).square().mean()
         model.zero_grad(set_to_none=True)
         loss.backward()
@@ -233,7 +237,7 @@ def main() -> None:
             rates = evaluate_pipeline(load_folder(args.out), guidance=1.0, steps=20)
             print(f"base {step + 1} guidance 1:", {k: round(v, 3) for k, v in rates.items()}, flush=True)
     if args.record is not None:
-        facts = {name: getattr(args, name) for name in ("clips", "steps", "batch", "lr", "noise", "seed")}
+        facts = {name: getattr(args, name) for name in ("clips", "steps", "batch", "lr", "muon_lr", "noise", "seed")}
         facts |= {"seconds": time.time() - began, "loss": sum(losses[-100:]) / len(losses[-100:])}
         args.record.write_text(json.dumps(facts, indent=2) + "\n")
 

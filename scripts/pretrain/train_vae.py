@@ -41,6 +41,7 @@ VAE_CONFIG = {
     "latents_std": [1.0] * 8,
 }
 KL_WEIGHT = 1e-6
+POLISH_NOISE = 0.25  # at most, in units of a latent channel's standard deviation
 
 
 def to_tensor(clips_BTHWC: np.ndarray) -> Tensor:
@@ -81,13 +82,26 @@ def inflate(vae: AutoencoderKLWan) -> None:
                 module.weight[:, :, :-1] = 0.0
 
 
-def loss_of(vae: AutoencoderKLWan, x_BCTHW: Tensor) -> tuple[Tensor, float]:
-    """Training loss and the mean squared error (pixels in [-1, 1]) of one batch."""
-    posterior = DiagonalGaussianDistribution(vae._encode(x_BCTHW))
-    out = decode_unclamped(vae, posterior.sample())
+def loss_of(vae: AutoencoderKLWan, x_BCTHW: Tensor, frozen_encoder: bool = False) -> tuple[Tensor, float]:
+    """Training loss and the mean squared error (pixels in [-1, 1]) of one batch.
+
+    A frozen encoder's latents get up to POLISH_NOISE of noise, not the posterior's: generated latents are a little
+    off as well, and the decoder learns to bring them back to clean shapes.
+    """
+    if frozen_encoder:
+        with torch.no_grad():
+            mode = DiagonalGaussianDistribution(vae._encode(x_BCTHW)).mode()
+        level = POLISH_NOISE * torch.rand(len(mode), 1, 1, 1, 1)
+        noise = level * mode.std(dim=(0, 2, 3, 4), keepdim=True) * torch.randn_like(mode)
+        out = decode_unclamped(vae, mode + noise)
+        penalty = 0.0
+    else:
+        posterior = DiagonalGaussianDistribution(vae._encode(x_BCTHW))
+        out = decode_unclamped(vae, posterior.sample())
+        penalty = KL_WEIGHT * posterior.kl().mean()
     error = out - x_BCTHW
     mse = error.square().mean()
-    return mse + 0.1 * error.abs().mean() + KL_WEIGHT * posterior.kl().mean(), float(mse.detach())
+    return mse + 0.1 * error.abs().mean() + penalty, float(mse.detach())
 
 
 def psnr(mse: float) -> float:
@@ -145,11 +159,12 @@ class MuonPhase:
     """
 
     def __init__(self, vae: AutoencoderKLWan, lr: float, adam_lr: float = 1e-3) -> None:
-        kernels = [p for p in vae.parameters() if p.ndim >= 4 and p.shape[0] >= 8 and p[0].numel() >= 8]
+        trained = [p for p in vae.parameters() if p.requires_grad]
+        kernels = [p for p in trained if p.ndim >= 4 and p.shape[0] >= 8 and p[0].numel() >= 8]
         chosen = {id(p) for p in kernels}
         self.pairs = [(p, nn.Parameter(p.data.view(p.shape[0], -1))) for p in kernels]  # views of one storage
         self.muon = torch.optim.Muon([flat for _, flat in self.pairs], lr=lr, weight_decay=0.0)
-        rest = [p for p in vae.parameters() if id(p) not in chosen]
+        rest = [p for p in trained if id(p) not in chosen]
         self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.99), weight_decay=0.0)
         self.lr, self.adam_lr = lr, adam_lr
 
@@ -172,6 +187,7 @@ def run_phase(
     steps: int,
     final_share: float,
     out: Path,
+    frozen_encoder: bool = False,
 ) -> None:
     """``steps`` updates with a short warm-up and a cosine down to ``final_share`` of the learning rate.
 
@@ -184,7 +200,7 @@ def run_phase(
         progress = step / max(steps - 1, 1)
         share = final_share + 0.5 * (1.0 - final_share) * (1.0 + math.cos(math.pi * progress))
         with torch.autocast("cpu", torch.bfloat16):
-            loss, mse = loss_of(vae, next(batches))
+            loss, mse = loss_of(vae, next(batches), frozen_encoder)
         vae.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -204,9 +220,13 @@ def run_phase(
 
 @torch.no_grad()
 def measure_latents(vae: AutoencoderKLWan, clips: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each latent channel over ``clips``."""
-    means = torch.cat([vae.encode(part).latent_dist.mode() for part in clips.split(64)])
-    flat = means.transpose(0, 1).flatten(1)
+    """Mean and standard deviation of each latent channel over ``clips``, of posterior samples.
+
+    Samples, not modes: in a channel that the decoder ignores the posterior is the prior, and scaled by the little that
+    its mode varies it would reach the transformer as loud, useless noise.
+    """
+    drawn = torch.cat([vae.encode(part).latent_dist.sample() for part in clips.split(64)])
+    flat = drawn.transpose(0, 1).flatten(1)
     return flat.mean(dim=1).tolist(), flat.std(dim=1).tolist()
 
 
@@ -222,8 +242,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--frame-steps", type=int, default=850, help="steps of 32 single frames")
     parser.add_argument("--clip-steps", type=int, default=1500, help="AdamW steps of 4 clips of 9 frames")
-    parser.add_argument("--muon-steps", type=int, default=1500, help="Muon steps of 4 clips of 9 frames")
+    parser.add_argument("--muon-steps", type=int, default=2400, help="Muon steps of 4 clips of 9 frames")
     parser.add_argument("--muon-lr", type=float, default=6e-3)
+    parser.add_argument("--polish-steps", type=int, default=500, help="further steps of the decoder alone")
+    parser.add_argument("--polish-lr", type=float, default=2e-3)
     parser.add_argument("--start", type=Path, help="folder of a VAE to go on from; skips to Muon")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -247,20 +269,43 @@ def main() -> None:
     else:
         vae.load_state_dict(AutoencoderKLWan.from_pretrained(args.start).state_dict())
     clips = clip_batches(4000, 4, 9, rng)
-    muon = MuonPhase(vae, args.muon_lr)
-    run_phase(vae, clips, muon, name="muon", steps=args.muon_steps, final_share=0.02, out=args.out)
-    vae = AutoencoderKLWan.from_pretrained(args.out)
-    vae = vae.half().float()  # what is stored is what is measured
+    if args.muon_steps:
+        muon = MuonPhase(vae, args.muon_lr)
+        run_phase(vae, clips, muon, name="muon", steps=args.muon_steps, final_share=0.02, out=args.out)
+    if args.polish_steps:
+        vae.encoder.requires_grad_(False)
+        vae.quant_conv.requires_grad_(False)
+        muon = MuonPhase(vae, args.polish_lr)
+        run_phase(
+            vae,
+            clips,
+            muon,
+            name="polish",
+            steps=args.polish_steps,
+            final_share=0.02,
+            out=args.out,
+            frozen_encoder=True,
+        )
+    vae = AutoencoderKLWan.from_pretrained(args.out).half().float()  # what is stored is what is measured
 
     fresh = next(clip_batches(1024, 1024, 9, np.random.default_rng(args.seed + 1)))
-    mean, std = measure_latents(vae, fresh)
+    if args.muon_steps:
+        mean, std = measure_latents(vae, fresh)
+    else:  # the encoder is the one that was started from, and a transformer may know its statistics
+        started = AutoencoderKLWan.load_config(args.start)
+        mean, std = started["latents_mean"], started["latents_std"]
     vae.register_to_config(latents_mean=mean, latents_std=std)
     vae.save_pretrained(args.out)
     figures = {
         "psnr_clips_db": psnr(reconstruct_mse(vae, fresh[:200])),
         "psnr_frames_db": psnr(reconstruct_mse(vae, fresh[:200, :, :1])),
         "seconds": time.time() - began,
-        "steps": {"frames": args.frame_steps, "clips": args.clip_steps, "muon": args.muon_steps},
+        "steps": {
+            "frames": args.frame_steps,
+            "clips": args.clip_steps,
+            "muon": args.muon_steps,
+            "polish": args.polish_steps,
+        },
         "seed": args.seed,
     }
     (args.out / "vae.json").write_text(json.dumps(figures, indent=2) + "\n")
