@@ -105,7 +105,7 @@ def measure(folder: Path) -> dict[str, Any]:
     """All figures of a bundled folder."""
     pipeline = load_folder(folder)
     figures: dict[str, Any] = {
-        "command": "bash scripts/pretrain/run.sh",
+        "command": f"python scripts/pretrain/figures.py --folder {folder}",
         "machine": f"{os.cpu_count()} cores {platform.machine()}, torch {torch.__version__} on CPU",
         "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.suffix in (".safetensors", ".json")),
         "parameters": {
@@ -138,9 +138,9 @@ def readme(figures: dict[str, Any]) -> str:
             "# Tiny Wan2.1",
             "",
             "Wan2.1's own library classes at toy size, trained from nothing on ShapeWorld (coloured shapes that move,",
-            "9 frames of 32x32 pixels) by `bash scripts/pretrain/run.sh`. The folder loads in plain",
-            '`diffusers.WanPipeline.from_pretrained("cards/wan21/weights/tiny")`; sample with `height=32, width=32,',
-            "num_frames=9`.",
+            "9 frames of 32x32 pixels) by the scripts in scripts/pretrain, whose README tells in which stages. Loads",
+            'in plain `diffusers.WanPipeline.from_pretrained("cards/wan21/weights/tiny")`; sample with',
+            "`height=32, width=32, num_frames=9`.",
             "",
             f"Transformer {sizes['transformer']:,}, text encoder {sizes['text_encoder']:,} and VAE {sizes['vae']:,}",
             f"parameters; {figures['bytes'] / 1e6:.1f} MB.",
