@@ -92,10 +92,10 @@ def test_the_judge_still_reads_clips_after_the_vae(pipeline: WanPipeline) -> Non
 @torch.no_grad()
 def test_latent_statistics_are_those_of_the_world(pipeline: WanPipeline) -> None:
     rng = np.random.default_rng(102)
-    clips = np.stack([render(sample_scene(rng), rng) for _ in range(100)])
+    clips = np.stack([render(sample_scene(rng), rng) for _ in range(400)])  # a mean over 400 clips errs by .02 std
     x = torch.from_numpy(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0
-    posterior = pipeline.vae.encode(x).latent_dist
-    latents = posterior.sample(generator=generator(0)).transpose(0, 1).flatten(1)
+    drawn = [pipeline.vae.encode(p).latent_dist.sample(generator=generator(i)) for i, p in enumerate(x.split(50))]
+    latents = torch.cat(drawn).transpose(0, 1).flatten(1)
     mean, std = (torch.tensor(getattr(pipeline.vae.config, key)) for key in ("latents_mean", "latents_std"))
     assert torch.all((latents.mean(dim=1) - mean).abs() <= 0.1 * std)
     assert torch.allclose(latents.std(dim=1), std, rtol=0.1)
