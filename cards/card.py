@@ -136,8 +136,13 @@ class Parity(_Part):
 
 
 class Precision(_Part):
+    """The numerics that serving and training share."""
+
     serve: str = "float32"
     train: str = "float32"
+    text_padding: Literal["full", "folded"] = "full"
+    """Whether attention sees every padding token of a prompt, bit for bit as the library does, or one that stands for
+    all: the same function at less cost, different in the last bits."""
 
 
 class Sampling(_Part):

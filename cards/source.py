@@ -242,4 +242,16 @@ def load_component(component: Component, folder: Path, device: torch.device | st
     lost = [f"{key}: {sorted(info[key])[:8]}" for key in ("missing_keys", "unexpected_keys") if info.get(key)]
     if lost:
         raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(lost))
-    return module.to(device).eval().requires_grad_(False)
+    module = module.to(device).eval().requires_grad_(False)
+    if component.kind == "vae" and torch.device(device).type == "cpu":
+        _channels_last(module)
+    return module
+
+
+def _channels_last(module: Any) -> None:
+    """Lays convolution weights out as the CPU's kernels want them: a decode takes a third to two thirds of the time,
+    with other roundings in the last bit."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.ndim in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.ndim])

@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from cards.card import ModelCard, Precision
+from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from cards.registry import family
 from fastvideo_train.parallel.plan import Plan, make_plan
@@ -54,7 +54,9 @@ def build_card(node: DictConfig) -> ModelCard:
     if precision is not None:
         if precision not in PRECISIONS:
             raise unknown_name("card.precision", str(precision), PRECISIONS)
-        card = card.model_copy(update={"precision": Precision(serve=precision, train=precision)})
+        card = card.model_copy(
+            update={"precision": card.precision.model_copy(update={"serve": precision, "train": precision})}
+        )
     card.validate()
     return card
 
@@ -64,6 +66,15 @@ def build_method(node: DictConfig) -> Method:
     if not isinstance(method, Method):
         raise UserError(f"method: got a {type(method).__name__}, expected a class that derives from Method")
     return method
+
+
+def card_for(card: ModelCard, method: Method) -> ModelCard:
+    """The card in the numerics that the method trains in, and so rolls out, exports and serves in."""
+    if method.text_padding is None:
+        return card
+    return card.model_copy(
+        update={"precision": card.precision.model_copy(update={"text_padding": method.text_padding})}
+    )
 
 
 def build_plan(node: DictConfig) -> Plan:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import check_source
-from fastvideo_train.build import build_card, build_method, build_method_reward, build_plan, build_target
+from fastvideo_train.build import build_card, build_method, build_method_reward, build_plan, build_target, card_for
 from fastvideo_train.parallel.plan import Plan
 from fastvideo_train.rundir import check_free
 from methods.method import Method
@@ -65,6 +65,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
     attempt(lambda: check_free(run_dir, resume=cfg.resume not in (None, False), overwrite=cfg.overwrite))
     card = attempt(lambda: build_card(cfg.card))
     method = attempt(lambda: build_method(cfg.method))
+    if card is not None and method is not None:
+        card = card_for(card, method)
     plan = attempt(lambda: build_plan(cfg.parallel))
     if cfg.eval.prompts not in EVAL_PROMPTS:
         problems.append(f"eval.prompts: got {cfg.eval.prompts!r}, expected one of {', '.join(EVAL_PROMPTS)}")

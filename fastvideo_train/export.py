@@ -279,7 +279,7 @@ def _usage() -> str:
 def _export_checkpoint(argv: Sequence[str]) -> int:
     from omegaconf import OmegaConf
 
-    from fastvideo_train.build import build_card, build_method
+    from fastvideo_train.build import build_card, build_method, card_for
     from fastvideo_train.checkpoint import check_meta, load_state, read_meta
     from fastvideo_train.rundir import CONFIG_FILE
     from methods.roles import EMA, STUDENT
@@ -293,7 +293,8 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists; choose another out=<folder> or pass overwrite=true")
     cfg = OmegaConf.load(config)
-    card, method = build_card(cfg.card), build_method(cfg.method)
+    method = build_method(cfg.method)
+    card = card_for(build_card(cfg.card), method)
     check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
     stored = load_state(checkpoint)
     role = EMA if method.ema is not None else STUDENT

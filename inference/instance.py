@@ -122,6 +122,11 @@ class ModelInstance:
         declared = getattr(module, "dtype", None)
         return declared if isinstance(declared, torch.dtype) else next(module.parameters()).dtype
 
+    def numerics(self, component: str) -> dict[str, Any]:
+        """Static inputs of a denoiser's calls: the same for serving and training, so that equal calls may merge."""
+        dtype = str(self.dtype(component)).removeprefix("torch.")
+        return {"dtype": dtype, "text_padding": self.card.precision.text_padding}
+
     def versions(self) -> dict[str, int]:
         return {cid: resident.version for cid, resident in self.residents.items()}
 

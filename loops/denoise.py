@@ -64,7 +64,7 @@ class DenoiseLoop(Loop):
             captured={name: [] for name in ctx.capture},
             facts={
                 "component": component,
-                "static": {"dtype": str(instance.dtype(component)).removeprefix("torch.")},
+                "static": instance.numerics(component),
                 "seconds": seconds,
                 "record": ctx.profile is not Profile.SERVE,
             },

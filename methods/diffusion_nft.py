@@ -86,6 +86,7 @@ class DiffusionNFT(Method):
         updates: optimizer steps an iteration; each sees every sample at ``timesteps / updates`` of its timesteps.
         timesteps: timesteps trained on, per sample and iteration, out of ``rollout_steps``.
         decay: schedule of the old policy, 0 | 1 | 2, see :func:`old_policy_decay`.
+        eta: a constant in [0, 1) in place of the schedule; None follows ``decay``.
     """
 
     name = "diffusion_nft"
@@ -105,6 +106,7 @@ class DiffusionNFT(Method):
         updates: int = 1,
         timesteps: int = 10,
         decay: int = 1,
+        eta: float | None = None,
         **common: Any,
     ):
         super().__init__(**common)
@@ -119,6 +121,7 @@ class DiffusionNFT(Method):
         self.inner_updates = updates
         self.timesteps = timesteps
         self.decay = decay
+        self.eta = eta
 
     def roles(self) -> tuple[str, ...]:
         return (OLD, REFERENCE) if self.kl > 0 else (OLD,)
@@ -134,6 +137,7 @@ class DiffusionNFT(Method):
             (self.mix > 0, f"mix: got {self.mix}, expected a number > 0"),
             (self.kl >= 0, f"kl: got {self.kl}, expected a number >= 0"),
             (self.a_max > 0, f"a_max: got {self.a_max}, expected a number > 0"),
+            (self.eta is None or 0 <= self.eta < 1, f"eta: got {self.eta}, expected a number in [0, 1), or null"),
             (self.decay in (0, 1, 2), f"decay: got {self.decay}, expected 0, 1 or 2"),
             (
                 1 <= self.timesteps <= self.rollout_steps,
@@ -260,6 +264,6 @@ class DiffusionNFT(Method):
 
     def after_step(self, step: int, optimizer_steps: int, ctx: Context) -> dict[str, float]:
         """The old policy follows the student."""
-        eta = old_policy_decay(self.decay, optimizer_steps)
+        eta = old_policy_decay(self.decay, optimizer_steps) if self.eta is None else self.eta
         ctx.roles.blend(OLD, eta)
         return {"train/old_decay": eta}

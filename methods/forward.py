@@ -26,7 +26,7 @@ def velocity(
         component,
         "velocity",
         {"latents": latents_BCTHW, "timestep": network_timestep(sigma_B), "text": text_BLD},
-        {"dtype": str(instance.dtype(component)).removeprefix("torch.")},
+        instance.numerics(component),
     )
     return instance.call(call, Profile.TRAIN if gradient else Profile.ROLLOUT).float()
 

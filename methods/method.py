@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cards.card import ModelCard
-from cards.errors import UserError
+from cards.errors import UserError, unknown_name
 from inference.engine import Engine
 from methods.rewards.reward import Reward
 from methods.roles import STUDENT, LoRA, Roles
@@ -60,6 +60,7 @@ class Method(ABC):
         ema_start: optimizer steps before the average starts; until then it copies.
         lora: rank, alpha and targets, or None for full weights.
         micro_batch: rows a forward.
+        text_padding: ``full`` | ``folded``, see ``cards.card.Precision``; None leaves the card's.
     """
 
     name: str
@@ -81,12 +82,15 @@ class Method(ABC):
         ema_start: int = 0,
         lora: dict[str, Any] | None = None,
         micro_batch: int = 32,
+        text_padding: Literal["full", "folded"] | None = None,
     ):
         for name, value, low in (("steps", steps, 0), ("batch_size", batch_size, 1), ("micro_batch", micro_batch, 1)):
             if value < low:
                 raise UserError(f"method {name}: got {value}, expected at least {low}")
         if not lr >= 0:
             raise UserError(f"method lr: got {lr}, expected a number >= 0")
+        if text_padding not in (None, "full", "folded"):
+            raise unknown_name("method text_padding", str(text_padding), ("full", "folded"))
         if ema is not None and not 0 <= ema < 1:
             raise UserError(f"method ema: got {ema}, expected a decay in [0, 1), or null")
         self.lr = lr
@@ -100,6 +104,7 @@ class Method(ABC):
         self.ema_start = ema_start
         self.lora = None if lora is None else make_lora(lora)
         self.micro_batch = micro_batch
+        self.text_padding = text_padding
 
     @abstractmethod
     def roles(self) -> tuple[str, ...]:

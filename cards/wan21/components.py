@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cards.wan21.padding import fold, install
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -60,10 +62,14 @@ def encode_text(encoder: Any, tensors: Tensors, static: Mapping[str, Any]) -> Te
 def predict_velocity(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Velocity (B, C, T, H, W) at ``latents``, ``timestep`` (B,) under ``text`` (B, L, D)."""
     dtype = getattr(torch, static["dtype"])
+    text_BLD = tensors["text"]
+    if static["text_padding"] == "folded":
+        install(transformer, text_BLD.shape[1])
+        text_BLD = fold(text_BLD)
     return transformer(
         hidden_states=tensors["latents"].to(dtype),
         timestep=tensors["timestep"],
-        encoder_hidden_states=tensors["text"].to(dtype),
+        encoder_hidden_states=text_BLD.to(dtype),
         return_dict=False,
     )[0]
 

@@ -89,8 +89,7 @@ def _recompute(
         "timestep": timestep.to(latents.device),
         "text": text,
     }
-    static = {"dtype": str(instance.dtype(component)).removeprefix("torch.")}
-    again = instance.call(ModelCall(component, "velocity", tensors, static), Profile.TRAIN)
+    again = instance.call(ModelCall(component, "velocity", tensors, instance.numerics(component)), Profile.TRAIN)
     if not again.requires_grad:
         return math.inf
     return tensor_difference(again.detach(), velocity)

@@ -87,7 +87,6 @@ def _component_calls(instance: ModelInstance, seed: int) -> dict[str, ModelCall]
     noise, _ = initial_noise(seed, card.geometry.latent_shape(s.frames, s.height, s.width))
     latents = noise.to(instance.device)
     encode = ModelCall("text_encoder", "encode", instance.tokenize(PROMPT, s.max_sequence_length))
-    static = {"dtype": str(instance.dtype("transformer")).removeprefix("torch.")}
     tensors = {
         "latents": latents,
         "timestep": torch.tensor([617.25], device=instance.device),
@@ -95,7 +94,7 @@ def _component_calls(instance: ModelInstance, seed: int) -> dict[str, ModelCall]
     }
     return {
         "text_encoder": encode,
-        "transformer": ModelCall("transformer", "velocity", tensors, static),
+        "transformer": ModelCall("transformer", "velocity", tensors, instance.numerics("transformer")),
         "vae": ModelCall("vae", "decode", {"latents": latents}),
     }
 

@@ -26,6 +26,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
 
+from cards.wan21.padding import install
 from methods.shapeworld.heldout import is_held_out, training_caption, training_scene
 from methods.shapeworld.render import render
 from methods.shapeworld.scene import COLOURS, COUNTS, MOTIONS, RELATIONS, SHAPES, Scene
@@ -46,30 +47,6 @@ from scripts.pretrain.train_vae import to_tensor
 TEXT_TOKENS = 512  # WanPipeline pads every prompt's embedding with zeros to this length
 TRAIN_TOKENS = 24  # longer than any caption by at least one
 CAPTION_DROPOUT = 0.1
-
-
-class FoldedPadding(WanAttnProcessor):
-    """Cross-attention over TRAIN_TOKENS tokens of which the last stands for all further padding up to TEXT_TOKENS.
-
-    Equal keys and values weigh in a softmax like one whose logit is raised by the log of their number, so this is the
-    same function as attention over 512 tokens, at a small part of its cost.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias_L: Tensor = torch.zeros(TRAIN_TOKENS)
-        self.bias_L[-1] = math.log(TEXT_TOKENS - TRAIN_TOKENS + 1)
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        bias = self.bias_L.view(1, 1, 1, -1)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, bias, rotary_emb)
 
 
 def embed(tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, texts: list[str]) -> Tensor:
@@ -117,6 +94,14 @@ def draw_caption(scene: Scene, noise: float, rng: np.random.Generator) -> str:
     return training_caption(rng, corrupt(scene, rng) if rng.random() < noise else scene)
 
 
+def row_weights(scenes: list[Scene], pairs: float | None) -> np.ndarray:
+    """The chance (N,) of each scene to be drawn, so that a share ``pairs`` of all draws has two objects."""
+    two = np.array([scene.relation is not None for scene in scenes])
+    if pairs is None:
+        return np.full(len(scenes), 1.0 / len(scenes))
+    return np.where(two, pairs / two.sum(), (1.0 - pairs) / (~two).sum())
+
+
 @torch.no_grad()
 def encode_world(vae: AutoencoderKLWan, scenes: list[Scene], rng: np.random.Generator) -> Tensor:
     """Normalised latents (N, Z, T, H, W) of one clip a scene."""
@@ -153,6 +138,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.2e-3)
     parser.add_argument("--muon-lr", type=float, default=1.5e-3, help="in AdamW's units")
     parser.add_argument("--noise", type=float, default=0.15, help="share of captions with one wrong attribute")
+    parser.add_argument("--pairs", type=float, help="share of two-object scenes in a batch; default: as drawn")
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--compile", action="store_true", help="torch.compile, a third faster; needs a C++ compiler")
     parser.add_argument("--start", type=Path, help="pipeline folder whose weights to go on from")
@@ -180,9 +166,7 @@ def main() -> None:
     if args.start is not None:
         started = load_folder(args.start)
         encoder, transformer = started.text_encoder.train(), started.transformer.train()
-    folded = FoldedPadding()
-    for block in transformer.blocks:
-        block.attn2.set_processor(folded)
+    install(transformer, TEXT_TOKENS)  # the text below is cut to TRAIN_TOKENS
     model = nn.ModuleDict({"text_encoder": encoder, "transformer": transformer})
     average = copy.deepcopy(model).requires_grad_(False)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
@@ -191,6 +175,7 @@ def main() -> None:
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 
     rng = np.random.default_rng(args.seed + 1)
+    weights = row_weights(scenes, args.pairs)
     began, losses = time.time(), []
     for step in range(args.steps):
         share = step / args.steps
@@ -198,7 +183,7 @@ def main() -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = rate * peak
-        rows = rng.integers(len(scenes), size=args.batch)
+        rows = rng.choice(len(scenes), size=args.batch, p=weights)
         texts = [draw_caption(scenes[i], args.noise, rng) for i in rows]
         x0 = latents[rows]
         noise = torch.randn_like(x0)
@@ -237,7 +222,8 @@ def main() -> None:
             rates = evaluate_pipeline(load_folder(args.out), guidance=1.0, steps=20)
             print(f"base {step + 1} guidance 1:", {k: round(v, 3) for k, v in rates.items()}, flush=True)
     if args.record is not None:
-        facts = {name: getattr(args, name) for name in ("clips", "steps", "batch", "lr", "muon_lr", "noise", "seed")}
+        names = ("clips", "steps", "batch", "lr", "muon_lr", "noise", "pairs", "seed")
+        facts = {name: getattr(args, name) for name in names}
         facts |= {"seconds": time.time() - began, "loss": sum(losses[-100:]) / len(losses[-100:])}
         args.record.write_text(json.dumps(facts, indent=2) + "\n")
 

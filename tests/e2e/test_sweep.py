@@ -12,10 +12,7 @@ from hydra import compose, initialize_config_dir
 from fastvideo_train.paths import conf_dir
 
 GROUPS = sorted(
-    (group.name, choice.stem)
-    for group in conf_dir().iterdir()
-    if group.is_dir()
-    for choice in group.glob("*.yaml")
+    (group.name, choice.stem) for group in conf_dir().iterdir() if group.is_dir() for choice in group.glob("*.yaml")
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ class GaussianModel:
 
     def dtype(self, component: str) -> torch.dtype:
         return torch.float32
+
+    def numerics(self, component: str) -> dict[str, Any]:
+        return {"dtype": "float32"}
 
     def tokenize(self, prompt: str, max_sequence_length: int) -> dict[str, Tensor]:
         raise AssertionError("the loop under test encodes nothing")

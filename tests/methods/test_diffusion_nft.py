@@ -513,6 +513,16 @@ def test_the_old_policy_follows_by_the_schedule_in_optimizer_steps(training: Any
     assert apart > 1e-6
 
 
+def test_a_constant_eta_takes_the_place_of_the_schedule(training: Any) -> None:
+    module = training.module(nft(decay=0, eta=0.75), reward=BrightnessReward())
+    first = {key: p.detach().clone() for key, p in module.roles.parameters_of(OLD).items()}
+    metrics = training.fit(module, [prompts(2)])
+    assert [row["train/old_decay"] for row in metrics] == [0.75]
+    student, old = module.roles.parameters_of(STUDENT), module.roles.parameters_of(OLD)
+    for key in first:
+        torch.testing.assert_close(old[key], 0.75 * first[key] + 0.25 * student[key], rtol=0, atol=1e-6)
+
+
 def test_nft_raises_the_reward(training: Any) -> None:
     """Brightness of a random model's clips, fresh samples each iteration."""
     method = nft(batch_size=2, samples=8, rollout_steps=4, timesteps=2, updates=2, lr=1e-2)
@@ -531,6 +541,7 @@ def test_nft_raises_the_reward(training: Any) -> None:
         ({"mix": 0.0}, "mix: got 0.0"),
         ({"kl": -1.0}, "kl: got -1.0"),
         ({"a_max": 0.0}, "a_max: got 0.0"),
+        ({"eta": 1.0}, "eta: got 1.0, expected a number in [0, 1), or null"),
         ({"decay": 3}, "decay: got 3, expected 0, 1 or 2"),
         ({"timesteps": 4}, "timesteps: got 4, expected 1 .. rollout_steps = 3"),
         ({"updates": 2}, "updates: got 2, expected a divisor of timesteps = 3"),
