@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LambdaLR
 
 from cards.card import ModelCard
+from cards.errors import UserError
 from fastvideo_train.parallel.plan import Plan
 from inference.engine import Engine
 from inference.instance import ModelInstance
@@ -32,6 +33,10 @@ StepHook = Callable[[int, dict[str, float]], None]
 
 class ParityError(RuntimeError):
     """Training and serving no longer compute the same: the run must not go on."""
+
+
+class DivergedError(UserError):
+    """A loss or gradient that is not finite: the step is not taken."""
 
 
 class PostTrainingModule(LightningModule):
@@ -101,8 +106,7 @@ class PostTrainingModule(LightningModule):
         optimizer = torch.optim.AdamW(
             self.roles.trained(), lr=method.lr, betas=method.betas, weight_decay=method.weight_decay
         )
-        warmup = method.warmup
-        schedule = LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / warmup) if warmup > 0 else 1.0)
+        schedule = LambdaLR(optimizer, lambda n: method.lr_factor(n))
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def world(self) -> World:
@@ -176,6 +180,12 @@ class PostTrainingModule(LightningModule):
             self.roles.trained(), float("inf") if self.method.clip is None else self.method.clip
         )
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(full):
+            raise DivergedError(
+                f"step {self.step_index}: got a gradient norm of {float(full)}, expected a finite one; the weights are "
+                "as before this step. Lower lr= or set method.warmup, and go on from the last checkpoint with "
+                "resume=auto"
+            )
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         optimizer.zero_grad()

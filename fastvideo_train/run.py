@@ -24,6 +24,7 @@ from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
 from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
 from fastvideo_train.export import REFERENCE_PROMPT, Exported, export_model, weights_digest
+from fastvideo_train.host_memory import keep_freed_memory
 from fastvideo_train.logging.metrics_csv import MetricsCSV
 from fastvideo_train.logging.samples import save_samples
 from fastvideo_train.module import PostTrainingModule
@@ -87,6 +88,8 @@ class Run:
         seed_everything(self.cfg.seed, verbose=False)
         parts, cfg = self.parts, self.cfg
         device = pick_device(cfg.device)
+        if device.type == "cpu":
+            keep_freed_memory()
         start = 0 if self.meta is None else self.meta.step
         trainer = Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",

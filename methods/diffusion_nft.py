@@ -126,6 +126,9 @@ class DiffusionNFT(Method):
     def roles(self) -> tuple[str, ...]:
         return (OLD, REFERENCE) if self.kl > 0 else (OLD,)
 
+    def optimizer_steps(self) -> int:
+        return self.steps * self.inner_updates
+
     def rollout_guidance(self) -> float:
         return self.guidance
 

@@ -6,6 +6,7 @@ logging to the module that owns it, and rollouts to the engine.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Method(ABC):
         lr, betas, weight_decay: of AdamW.
         clip: largest gradient norm; None clips nothing.
         steps: training steps of a whole run.
+        warmup: optimizer steps over which the learning rate rises.
+        lr_schedule: ``constant`` | ``cosine``, which falls to 0 over the run.
         batch_size: global items a step: clips for finetune, prompts for RL.
         ema: decay of an average of the student's weights, or None.
         ema_start: optimizer steps before the average starts; until then it copies.
@@ -78,6 +81,7 @@ class Method(ABC):
         weight_decay: float = 0.01,
         clip: float | None = 1.0,
         warmup: int = 0,
+        lr_schedule: Literal["constant", "cosine"] = "constant",
         ema: float | None = None,
         ema_start: int = 0,
         lora: dict[str, Any] | None = None,
@@ -89,6 +93,8 @@ class Method(ABC):
                 raise UserError(f"method {name}: got {value}, expected at least {low}")
         if not lr >= 0:
             raise UserError(f"method lr: got {lr}, expected a number >= 0")
+        if lr_schedule not in ("constant", "cosine"):
+            raise unknown_name("method lr_schedule", str(lr_schedule), ("constant", "cosine"))
         if text_padding not in (None, "full", "folded"):
             raise unknown_name("method text_padding", str(text_padding), ("full", "folded"))
         if ema is not None and not 0 <= ema < 1:
@@ -100,6 +106,7 @@ class Method(ABC):
         self.weight_decay = weight_decay
         self.clip = clip
         self.warmup = warmup
+        self.lr_schedule = lr_schedule
         self.ema = ema
         self.ema_start = ema_start
         self.lora = None if lora is None else make_lora(lora)
@@ -113,6 +120,17 @@ class Method(ABC):
     @abstractmethod
     def updates(self, batch: Any, step: int, ctx: Context) -> Iterator[Update]:
         """The losses of one training step, in order."""
+
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of a whole run."""
+        return self.steps
+
+    def lr_factor(self, n: int) -> float:
+        """Share of ``lr`` that optimizer step ``n`` (from 0) takes."""
+        rise = min(1.0, (n + 1) / self.warmup) if self.warmup > 0 else 1.0
+        if self.lr_schedule == "constant":
+            return rise
+        return rise * 0.5 * (1.0 + math.cos(math.pi * min(1.0, n / max(1, self.optimizer_steps()))))
 
     def after_step(self, step: int, optimizer_steps: int, ctx: Context) -> dict[str, float]:
         """Called when the updates of a step are done, e.g. to move the old policy; gives metrics."""

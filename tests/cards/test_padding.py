@@ -35,9 +35,7 @@ def forward(transformer: Any, text: Tensor, latents: Tensor | None = None) -> Te
     if latents is None:
         latents = torch.randn(text.shape[0], 4, 3, 4, 4, generator=torch.Generator().manual_seed(7))
     timestep = torch.linspace(900.0, 100.0, text.shape[0])
-    return transformer(
-        hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False
-    )[0]
+    return transformer(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
 
 
 def test_fold_keeps_every_token_and_at_least_one_padding() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastvideo_train.data.prompts import Prompt
-from fastvideo_train.module import ParityError
+from fastvideo_train.module import DivergedError, ParityError
 from methods.diffusion_nft import DiffusionNFT
 from methods.finetune import Finetune
 from methods.rewards.callable_reward import CallableReward
@@ -101,10 +101,36 @@ def test_gradients_are_clipped_to_their_norm_and_the_norm_before_is_logged(train
     assert found[None] == pytest.approx(found[1e-3]) and found[None] > 1e-2
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(training: Any) -> None:
+    module = training.module(finetune(clip=1.0))
+    broken = clips(1)
+    broken["latents"][0, 0, 0, 0, 0] = float("nan")
+    states: list[dict[str, Tensor]] = []
+    module.on_step = lambda step, metrics: states.append(weights(module))
+    with pytest.raises(DivergedError, match="step 1: got a gradient norm of nan, expected a finite one"):
+        training.fit(module, [clips(0), broken, clips(2)])
+    assert len(states) == 1 and equal(weights(module), states[0])
+    assert all(torch.isfinite(value).all() for value in weights(module).values())
+
+
 def test_warmup_rises_linearly_in_optimizer_steps_and_the_logged_rate_is_the_one_used(training: Any) -> None:
     module = training.module(finetune(warmup=4, lr=1e-3))
     rows = training.fit(module, [clips(i) for i in range(6)])
     assert [row["train/lr"] for row in rows] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_the_cosine_schedule_falls_to_zero_over_all_optimizer_steps_of_the_run(training: Any) -> None:
+    method = nft(lr_schedule="cosine", steps=3, updates=2, lr=1e-3)
+    assert [method.lr_factor(n) for n in range(7)] == pytest.approx([1.0, 0.9330127, 0.75, 0.5, 0.25, 0.0669873, 0.0])
+    module = training.module(method, reward=CallableReward(function=REWARD))
+    rows = training.fit(module, [PROMPTS] * 3)
+    # A row shows the rate of its last optimizer step.
+    assert [row["train/lr"] for row in rows] == pytest.approx([0.9330127e-3, 0.5e-3, 0.0669873e-3])
+
+
+def test_warmup_and_cosine_multiply() -> None:
+    method = finetune(lr_schedule="cosine", steps=8, warmup=4)
+    assert [method.lr_factor(n) for n in (0, 3, 4)] == pytest.approx([0.25, 0.5 * (1 + np.cos(np.pi * 3 / 8)), 0.5])
 
 
 def test_a_rate_of_zero_moves_nothing(training: Any) -> None:
