@@ -40,11 +40,11 @@ class _Part(BaseModel):
 class Component(_Part):
     """A module of the model: its class, where its weights are and which tasks need it."""
 
-    kind: Literal["transformer", "vae", "text_encoder", "tokenizer", "scheduler"]
+    kind: Literal["transformer", "vae", "text_encoder", "tokenizer", "scheduler", "causal_lm"]
     library: Literal["diffusers", "transformers"]
     class_name: str
     subfolder: str
-    """Folder of the component inside the source."""
+    """Folder of the component inside the source; "." where the source is the component's own folder."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Config for building it without a source (memory plans, random weights); empty when the source has it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -95,9 +95,10 @@ class LoopSpec(_Part):
     kind: str
     unit: str
     """Kind of its work units, e.g. DIFFUSION_STEP."""
-    solver: str
-    schedule: Schedule
-    guidance: Guidance
+    solver: str = "euler"
+    """Solver, schedule and guidance are read by diffusion loops; other kinds leave the defaults."""
+    schedule: Schedule = Schedule()
+    guidance: Guidance = Guidance()
     components: dict[str, str]
     """Part in the loop -> component id. Two loops may bind one component: this is the weight-sharing graph."""
     semantics: str
@@ -145,6 +146,21 @@ class Precision(_Part):
     all: the same function at less cost, different in the last bits."""
 
 
+class TextSampling(_Part):
+    """Defaults of a text request, and what bounds it."""
+
+    context: int
+    """Tokens that prompt and completion may fill together."""
+    eos: tuple[int, ...]
+    """Token ids that end a completion."""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+
+
 class Sampling(_Part):
     """Defaults of a request."""
 
@@ -158,6 +174,8 @@ class Sampling(_Part):
     negative_prompt: str = ""
     max_sequence_length: int = 512
     """Tokens that the prompt is padded to."""
+    text: TextSampling | None = Field(default=None, exclude_if=lambda value: value is None)
+    """For the text task; a card without one has it neither in its JSON nor in its digest."""
 
 
 class ModelCard(_Part):

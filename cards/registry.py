@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ class Family:
     """``_class_name`` values of model_index.json that the family can read."""
     sizes: tuple[str, ...]
     module: str
+    architectures: tuple[str, ...] = ()
+    """``architectures`` of a transformers config.json that the family can read."""
 
     def card(self, size: str, source: str | None = None, revision: str | None = None) -> ModelCard:
         """The card of a size, or of a local folder or hub id given as ``source``."""
@@ -29,7 +31,7 @@ class Family:
         return importlib.import_module(f"{self.module}.card").build_card(size, source=source, revision=revision)
 
     def card_from_folder(self, folder: Path) -> ModelCard:
-        """The card of a diffusers folder that holds no card.json, read off its configs."""
+        """The card of a diffusers or transformers folder that holds no card.json, read off its configs."""
         return importlib.import_module(f"{self.module}.card").card_from_folder(folder)
 
     def operations(self) -> dict[tuple[str, str], Callable[..., Any]]:
@@ -42,6 +44,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
 }
 
@@ -60,3 +63,12 @@ def family_of_pipeline(class_name: str, where: str) -> Family:
             return entry
     readable = sorted(name for entry in FAMILIES.values() for name in entry.pipeline_classes)
     raise UserError(f"{where}: got a {class_name} folder, expected one of: {', '.join(readable)}")
+
+
+def family_of_architectures(names: Sequence[str], where: str) -> Family:
+    """The family that reads a transformers folder by the ``architectures`` of its config.json."""
+    for entry in FAMILIES.values():
+        if set(names) & set(entry.architectures):
+            return entry
+    readable = sorted(name for entry in FAMILIES.values() for name in entry.architectures)
+    raise UserError(f"{where}: got architectures {list(names)}, expected one of: {', '.join(readable)}")

@@ -18,7 +18,7 @@ from cards.card import Component, ModelCard, Source
 from cards.errors import UserError
 
 BUNDLED = Path(__file__).parent
-MODULE_KINDS = ("transformer", "vae", "text_encoder")
+MODULE_KINDS = ("transformer", "vae", "text_encoder", "causal_lm")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 """Names that the libraries load without a variant; an ``fp16`` file beside them is not read."""
 ALLOWED_CLASSES = {
@@ -29,9 +29,11 @@ ALLOWED_CLASSES = {
         "FlowMatchEulerDiscreteScheduler",
         "DPMSolverMultistepScheduler",
     },
-    "transformers": {"UMT5EncoderModel", "T5TokenizerFast", "T5Tokenizer"},
+    "transformers": {"UMT5EncoderModel", "T5TokenizerFast", "T5Tokenizer", "Qwen3ForCausalLM", "Qwen2Tokenizer"},
 }
 """Classes that a card or a model_index.json may name; anything else is refused."""
+OWN_FOLDER = "."
+"""Subfolder of a component that is the source's folder itself, as transformers saves a model with its tokenizer."""
 
 
 class SourceError(UserError):
@@ -197,10 +199,12 @@ def check_weights(component: Component, folder: Path) -> None:
 def check_source(card: ModelCard, tasks: tuple[str, ...] | None = None) -> Path:
     """Checks that the card's source is complete and fits, before any weight loads; gives its folder."""
     folder = resolve_folder(card.source, card.root)
-    index = read_json(folder / "model_index.json")
-    for cid, component in needed_components(card, tasks).items():
+    needed = needed_components(card, tasks)
+    whole = all(component.subfolder == OWN_FOLDER for component in needed.values())
+    index = {} if whole else read_json(folder / "model_index.json")
+    for cid, component in needed.items():
         library_class(component.library, component.class_name)
-        entry = index.get(component.subfolder)
+        entry = _own_entry(component, folder) if component.subfolder == OWN_FOLDER else index.get(component.subfolder)
         if not entry or entry[0] is None:
             raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
         if component.kind in MODULE_KINDS:
@@ -215,6 +219,18 @@ def check_source(card: ModelCard, tasks: tuple[str, ...] | None = None) -> Path:
         elif not (folder / component.subfolder / "scheduler_config.json").is_file():
             raise SourceError(f"missing file {folder / component.subfolder / 'scheduler_config.json'}")
     return folder
+
+
+def _own_entry(component: Component, folder: Path) -> list[str]:
+    """What model_index.json would say of a component that is the folder itself: its config names the class."""
+    if component.kind not in MODULE_KINDS:
+        return [component.library, component.class_name]
+    architectures = read_json(folder / "config.json").get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise SourceError(
+            f"{folder / 'config.json'}: got architectures {architectures!r}, expected a list of one class"
+        )
+    return [component.library, str(architectures[0])]
 
 
 def needed_components(card: ModelCard, tasks: tuple[str, ...] | None = None) -> dict[str, Component]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loops.loop import BehaviourRecord, SamplingParams
+from loops.ar_decode import Completion
+from loops.loop import BehaviourRecord
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Provenance:
     """Component id -> version of its weights when the request started."""
     prompt: str
     negative_prompt: str
-    params: SamplingParams
+    params: Any
+    """SamplingParams of a clip, TokenParams of a text."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,22 @@ class Artifact:
     """Result of a request."""
 
     latents: Tensor
-    """(C, T, H, W), normalised, as the loop left them."""
+    """(C, T, H, W), normalised, as the loop left them; empty (0,) for a text."""
     video: Tensor | None
     """(3, F, H, W) in [-1, 1] as decoded; None for a request that wanted latents only."""
     fps: float
     provenance: Provenance
     behaviour: BehaviourRecord | None = None
     """Under ROLLOUT."""
+    completion: Completion | None = None
+    """Text, token ids and, under ROLLOUT, log-probs of a text request."""
+
+    @property
+    def text(self) -> str:
+        """The text of a text request."""
+        if self.completion is None:
+            raise ValueError("the request made a clip, not a text; its latents and video are here")
+        return self.completion.text
 
     def frames_FHWC(self) -> np.ndarray:
         """uint8 frames (F, H, W, 3)."""

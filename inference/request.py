@@ -9,25 +9,41 @@ import math
 import numbers
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from cards.card import LoopMismatchError, LoopSpec, ModelCard
 from cards.errors import UserError, unknown_name
 from loops.guidance import guidance_policy
-from loops.loop import Profile, SamplingParams
+from loops.loop import Profile, SamplingParams, TokenParams
 from loops.solvers import SOLVERS
 
 MAX_SEED = 2**63 - 1
 CAPTURES = ("trajectory", "velocities")
 OUTPUTS = ("video", "latents")
+TEXT_LOOP = "ar_decode"
+CLIP_ONLY = ("negative_prompt", "frames", "height", "width", "steps", "guidance", "guidance_policy", "solver", "shift")
+TEXT_ONLY = ("messages", "max_tokens", "temperature", "top_p", "top_k", "stop")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    """As the model's chat template knows it: system, user, assistant."""
+    content: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. Sizes in pixels and frames; guidance in the standard convention (1 = conditional only)."""
+    """One generation. Sizes in pixels and frames; guidance in the standard convention (1 = conditional only).
+
+    A clip takes no field of a text and a text (a task whose loop decodes tokens) none of a clip.
+    """
 
     prompt: str
+    """Plain text; "" beside ``messages``."""
     negative_prompt: str | None = None
     task: str = "t2v"
     seed: int | None = None
@@ -45,6 +61,16 @@ class Request:
     profile: Profile = Profile.SERVE
     capture: tuple[str, ...] = ()
     """Opt-in fields of the BehaviourRecord, for ROLLOUT."""
+    messages: tuple[Message, ...] | None = None
+    """A chat in place of a prompt, put into words by the model's chat template."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    """0 takes the most likely token."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 keeps every token."""
+    stop: tuple[str, ...] | None = None
+    """The text ends before the first of these, though it span tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +78,15 @@ class ResolvedRequest:
     """A request with every value settled."""
 
     request: Request
-    params: SamplingParams
+    params: Any
+    """SamplingParams of a clip, TokenParams of a text."""
     negative_prompt: str
+
+    @property
+    def prompt(self) -> str | list[dict[str, str]]:
+        """What the first node reads: the prompt, or the chat as mappings of role and content."""
+        messages = self.request.messages
+        return self.request.prompt if messages is None else [asdict(message) for message in messages]
 
     @property
     def pixels(self) -> bool:
@@ -65,7 +98,7 @@ def _default(value: Any, fallback: Any) -> Any:
 
 
 def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
-    """The loop of a task's program; raises ``UserError`` for a task that the card does not have."""
+    """The loop of a task's program, whatever its kind; raises ``UserError`` for a task that the card does not have."""
     if task not in card.programs:
         raise unknown_name(f"task of card {card.name!r}", task, card.programs)
     loop = next(node.loop for node in card.programs[task].nodes if node.loop is not None)
@@ -75,6 +108,8 @@ def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
 def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
     """Fills in the card's defaults and checks every value; raises ``UserError`` that names all problems at once."""
     spec, s = denoise_spec(card, request.task), card.sampling
+    if spec.kind == TEXT_LOOP:
+        return _resolve_text(request, card)
     ladder = spec.schedule.ladder
     values: dict[str, Any] = {
         "frames": _default(request.frames, s.frames),
@@ -111,7 +146,7 @@ def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
 
 def _problems(request: Request, card: ModelCard, values: dict[str, Any], negative_prompt: Any) -> list[str]:
     """Everything that is wrong with the settled values."""
-    found = [
+    found = _foreign(request, TEXT_ONLY) + [
         f"{name}: got {value!r}, expected a string"
         for name, value in (("prompt", request.prompt), ("negative_prompt", negative_prompt))
         if not isinstance(value, str)
@@ -143,8 +178,7 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
         found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
     if request.output not in OUTPUTS:
         found.append(f"output: got {request.output!r}, expected one of {', '.join(OUTPUTS)}")
-    if not isinstance(request.profile, Profile):
-        found.append(f"profile: got {request.profile!r}, expected a Profile ({', '.join(Profile)})")
+    found += _profile_problems(request)
     if isinstance(request.capture, str):
         found.append(f"capture: got the string {request.capture!r}, expected a tuple of {', '.join(CAPTURES)}")
     else:
@@ -154,6 +188,89 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
     if request.capture and request.profile is Profile.SERVE:
         found.append("capture: a SERVE request keeps no behaviour; use profile=Profile.ROLLOUT")
     return found
+
+
+def _profile_problems(request: Request) -> list[str]:
+    if isinstance(request.profile, Profile):
+        return []
+    return [f"profile: got {request.profile!r}, expected a Profile ({', '.join(Profile)})"]
+
+
+def _foreign(request: Request, names: tuple[str, ...]) -> list[str]:
+    """Fields that the request sets and its task does not have."""
+    return [
+        f"{name}: got {getattr(request, name)!r}, expected nothing (task {request.task!r} does not have it)"
+        for name in names
+        if getattr(request, name) is not None
+    ]
+
+
+# -- text
+
+
+def _resolve_text(request: Request, card: ModelCard) -> ResolvedRequest:
+    text = card.sampling.text
+    if text is None:
+        raise UserError(f"card {card.name!r} has a text task, but its sampling has no text part; write one")
+    values: dict[str, Any] = {
+        "max_tokens": _default(request.max_tokens, text.max_tokens),
+        "temperature": _default(request.temperature, text.temperature),
+        "top_p": _default(request.top_p, text.top_p),
+        "top_k": _default(request.top_k, text.top_k),
+        "stop": _default(request.stop, ()),
+        "seed": _default(request.seed, secrets.randbelow(2**31)),
+    }
+    problems = _text_problems(request, values)
+    if problems:
+        raise UserError("the request cannot run: " + "; ".join(problems))
+    settled = {"temperature": float(values["temperature"]), "top_p": float(values["top_p"])}
+    params = TokenParams(**{**values, **settled, "stop": tuple(values["stop"])})
+    return ResolvedRequest(request=replace(request, seed=params.seed), params=params, negative_prompt="")
+
+
+def _text_problems(request: Request, values: dict[str, Any]) -> list[str]:
+    """Everything that is wrong with the settled values of a text request; its length is checked once it is tokens."""
+    found = _foreign(request, CLIP_ONLY)
+    if not isinstance(request.prompt, str):
+        found.append(f"prompt: got {request.prompt!r}, expected a string")
+    elif request.messages is not None and request.prompt:
+        found.append(f"prompt: got {request.prompt!r} beside messages, expected one of the two; leave prompt empty")
+    if request.messages is not None:
+        found += _message_problems(request.messages)
+    for name, low, high, text in (
+        ("max_tokens", 1, math.inf, "at least 1"),
+        ("top_k", 0, math.inf, "at least 0 (0 keeps every token)"),
+        ("seed", 0, MAX_SEED, "0 .. 2^63 - 1"),
+    ):
+        value = values[name]
+        if not _is_number(value, numbers.Integral) or not low <= value <= high:
+            found.append(f"{name}: got {value!r}, expected a whole number, {text}")
+    temperature, top_p, stop = values["temperature"], values["top_p"], values["stop"]
+    if not (_is_number(temperature, numbers.Real) and math.isfinite(temperature) and temperature >= 0):
+        found.append(f"temperature: got {temperature!r}, expected a number >= 0 (0 takes the most likely token)")
+    if not (_is_number(top_p, numbers.Real) and 0 < top_p <= 1):
+        found.append(f"top_p: got {top_p!r}, expected a number in (0, 1] (1 keeps every token)")
+    if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
+        found.append(f"stop: got {stop!r}, expected a tuple of strings that are not empty")
+    if request.output != "video":
+        found.append(f"output: got {request.output!r}, expected nothing (a text request gives text)")
+    found += _profile_problems(request)
+    if request.capture:
+        found.append(f"capture: got {request.capture!r}, expected nothing (a text ROLLOUT keeps log-probs always)")
+    return found
+
+
+def _message_problems(messages: Any) -> list[str]:
+    if not isinstance(messages, (tuple, list)) or not messages:
+        return [f"messages: got {messages!r}, expected a tuple of Message, at least one"]
+    return [
+        f"messages[{i}]: got {m!r}, expected a Message whose role and content are strings"
+        for i, m in enumerate(messages)
+        if not (isinstance(m, Message) and isinstance(m.role, str) and isinstance(m.content, str))
+    ]
+
+
+# -- numbers
 
 
 def _is_number(value: Any, kind: type) -> bool:

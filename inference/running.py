@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from cards.program import active_nodes
 from inference.artifact import Artifact, Provenance
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
-from loops.loop import BehaviourRecord, Done, Loop, LoopContext, LoopState, StepResult, WorkPlan
+from loops.ar_decode import Completion
+from loops.loop import BehaviourRecord, Done, KVSource, Loop, LoopContext, LoopState, StepResult, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
 StepListener = Callable[[str, int, int], None]
@@ -23,8 +26,16 @@ StepListener = Callable[[str, int, int], None]
 class Running:
     """Walks one request through its program: ``plan`` says what to evaluate next, ``advance`` takes the results."""
 
-    def __init__(self, resolved: ResolvedRequest, instance: ModelInstance, listener: StepListener | None = None):
+    def __init__(
+        self,
+        resolved: ResolvedRequest,
+        instance: ModelInstance,
+        listener: StepListener | None = None,
+        kv: KVSource | None = None,
+    ):
+        """``kv`` opens this request's KV, which its owner frees when the request ends; None: it goes with us."""
         self.resolved = resolved
+        self.kv = kv
         self.instance = instance
         self.listener = listener
         self.started = time.monotonic()
@@ -32,7 +43,7 @@ class Running:
         self.nodes = active_nodes(program, guided=resolved.params.guided, pixels=resolved.pixels)
         self.cursor = 0
         self.slots: dict[str, Any] = {
-            "prompt": resolved.request.prompt,
+            "prompt": resolved.prompt,
             "negative_prompt": resolved.negative_prompt,
         }
         self.steps_done = 0
@@ -48,6 +59,7 @@ class Running:
         """The next step, the same until ``advance``; None when the request is complete."""
         while self._plan is None:
             if self.cursor >= len(self.nodes):
+                self.steps_total = self.steps_done  # fewer than announced when a loop stopped early
                 return None
             node = self.nodes[self.cursor]
             if self._state is None:
@@ -58,6 +70,7 @@ class Running:
                     slots=self.slots,
                     profile=self.resolved.request.profile,
                     capture=frozenset(self.resolved.request.capture),
+                    kv=self.kv,
                 )
                 self._state = self._loop.init(self.resolved.params, self.instance, ctx)
             assert self._loop is not None
@@ -86,9 +99,10 @@ class Running:
     def artifact(self) -> Artifact:
         """The result of a complete request."""
         r = self.resolved
-        video = self.slots.get("video")
+        video, completion = self.slots.get("video"), self.slots.get("completion")
+        assert completion is None or isinstance(completion, Completion)
         return Artifact(
-            latents=self.slots["latents"][0],
+            latents=self.slots["latents"][0] if completion is None else torch.empty(0),
             video=None if video is None else video[0],
             fps=self.instance.card.sampling.fps,
             provenance=Provenance(
@@ -99,4 +113,5 @@ class Running:
                 params=r.params,
             ),
             behaviour=self.behaviour,
+            completion=completion,
         )

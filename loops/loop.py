@@ -60,6 +60,13 @@ class ModelCall:
     """Inputs that are not tensors; equal for calls that may merge."""
     branch: str = "main"
     """Guidance branch: main, conditional or unconditional."""
+    state: Any = None
+    """Handle that the forward reads and grows, such as the KV of a request. It is no tensor: the operation finds it as
+    ``static["state"]``, and a call that carries one is merged with no other."""
+
+    def __post_init__(self) -> None:
+        if self.state is not None:
+            object.__setattr__(self, "static", {**self.static, "state": self.state})
 
     @property
     def rows(self) -> int:
@@ -67,7 +74,12 @@ class ModelCall:
         return next(iter(self.tensors.values())).shape[0]
 
     def merge_key(self) -> tuple[Any, ...]:
-        """Calls with equal keys may share a forward; prompts, seeds, steps and branches do not matter."""
+        """Calls with equal keys may share a forward; prompts, seeds, steps and branches do not matter.
+
+        A call with a ``state`` has a key of its own: rows of one forward would need one handle that stands for all.
+        """
+        if self.state is not None:
+            return (self.component, self.method, "alone", id(self))
         shapes = tuple((name, t.dtype, tuple(t.shape[1:])) for name, t in sorted(self.tensors.items()))
         return (self.component, self.method, tuple(sorted(self.static.items())), shapes)
 
@@ -130,6 +142,54 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class TokenParams:
+    """What a text loop needs of a request, resolved and checked against the card."""
+
+    max_tokens: int
+    temperature: float
+    """0 takes the most likely token."""
+    top_p: float
+    """In (0, 1]; 1 keeps every token."""
+    top_k: int
+    """0 keeps every token."""
+    stop: tuple[str, ...]
+    """The text ends before the first of these."""
+    seed: int
+
+    @property
+    def guided(self) -> bool:
+        """A text request has no unconditional branch."""
+        return False
+
+    @property
+    def steps(self) -> int:
+        """Forwards at most: each gives one token."""
+        return self.max_tokens
+
+
+class KV(Protocol):
+    """Keys and values of one request's tokens in one component.
+
+    The forward appends to it and nobody else; whoever supplies it frees it when the request ends.
+    """
+
+    cache: Any
+    """What the component's library takes as its cache; the operation fills in a growing one where it is None."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held. A fresh handle may hold a prefix of the prompt that another request filled, but never all of it:
+        the last token of the prompt is always fed."""
+
+
+class KVSource(Protocol):
+    """Opens the KV of one request."""
+
+    def open(self, component: str, token_ids: tuple[int, ...]) -> KV:
+        """A handle for a prompt of these tokens."""
+
+
+@dataclass(frozen=True)
 class BehaviourRecord:
     """What a ROLLOUT keeps of a request beyond its result. Opt-in fields are None unless asked for."""
 
@@ -153,6 +213,8 @@ class LoopContext:
     profile: Profile = Profile.SERVE
     capture: frozenset[str] = frozenset()
     """Opt-in fields of the BehaviourRecord."""
+    kv: KVSource | None = None
+    """Where KV is held; None gives each request a cache of its own that grows as it is used."""
 
 
 @dataclass
@@ -161,7 +223,8 @@ class LoopState:
 
     step: int
     total: int
-    params: SamplingParams | None
+    params: Any
+    """SamplingParams | TokenParams | None, by the loop's kind."""
     tensors: dict[str, Tensor]
     solver: Any = None
     generator: torch.Generator | None = None
@@ -170,18 +233,21 @@ class LoopState:
     captured: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Constants that ``init`` settled, e.g. the loop's dtype."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Objects of the instance that ``advance`` reads, such as its tokenizer: not the request's own, and not saved."""
 
     def save(self) -> bytes:
-        """Everything that ``next`` and ``advance`` need, tensors on CPU included."""
+        """Everything that ``next`` and ``advance`` need but ``shared``, tensors on CPU included."""
         stream = io.BytesIO()
         generator = None if self.generator is None else self.generator.get_state()
-        torch.save({**self.__dict__, "generator": generator}, stream)
+        torch.save({**self.__dict__, "generator": generator, "shared": {}}, stream)
         return stream.getvalue()
 
     @classmethod
-    def resume(cls, data: bytes) -> LoopState:
-        """Inverse of :meth:`save`. Unpickles: only for bytes that this process wrote."""
+    def resume(cls, data: bytes, shared: Mapping[str, Any] | None = None) -> LoopState:
+        """Inverse of :meth:`save`, given what the state shared. Unpickles: only for bytes that this process wrote."""
         fields = torch.load(io.BytesIO(data), weights_only=False)
+        fields["shared"] = {} if shared is None else shared
         if fields["generator"] is not None:
             generator = torch.Generator("cpu")
             generator.set_state(fields["generator"])
@@ -201,12 +267,13 @@ class Instance(Protocol):
     """What a loop and the reference driver may ask of a loaded model."""
 
     card: ModelCard
+    tokenizer: Any
 
     def dtype(self, component: str) -> torch.dtype: ...
 
     def numerics(self, component: str) -> dict[str, Any]: ...
 
-    def tokenize(self, prompt: str, max_sequence_length: int) -> dict[str, Tensor]: ...
+    def tokenize(self, prompt: Any, max_sequence_length: int) -> dict[str, Tensor]: ...
 
     def call(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor: ...
 
@@ -215,8 +282,8 @@ class Loop(ABC):
     """See the module's docstring. A loop object is stateless and shared by all requests."""
 
     @abstractmethod
-    def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
-        """All per-request state: seeded noise, conditioning, solver."""
+    def init(self, params: Any, instance: Instance, ctx: LoopContext) -> LoopState:
+        """All per-request state: seeded noise, conditioning, solver; ``params`` is of the loop's own kind."""
 
     @abstractmethod
     def next(self, state: LoopState) -> WorkPlan | Done:

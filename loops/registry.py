@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from cards.errors import unknown_name
 from cards.program import Node
+from loops.ar_decode import ARDecodeLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
 from loops.loop import Loop
 
-LOOPS: dict[str, Loop] = {"diffusion_denoise": DenoiseLoop()}
+LOOPS: dict[str, Loop] = {"ar_decode": ARDecodeLoop(), "diffusion_denoise": DenoiseLoop()}
 
 
 def loop_of_kind(kind: str) -> Loop:
