@@ -8,6 +8,7 @@ shares with the instance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -46,6 +47,14 @@ class GrowingKV:
     @property
     def length(self) -> int:
         return 0 if self.cache is None else int(self.cache.get_seq_length())
+
+    @property
+    def batch_key(self) -> None:
+        """Rows of unequal lengths do not fit one such cache."""
+        return None
+
+    def record(self, token_ids: Sequence[int]) -> None:
+        """Nobody shares these tokens."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,8 @@ class ARDecodeLoop(Loop):
         ids = (*facts["token_ids"], token)
         # A stop string may span tokens, and a token may be part of a character: the whole text is looked at.
         text = cut_at_stop(self._text(state, ids), p.stop) if p.stop else None
+        if state.step > 0:
+            state.plugins[KV_KEY].record(facts["token_ids"][-1:])
         step = state.step + 1
         ended = token in facts["eos"] or text is not None
         return replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -61,8 +61,8 @@ class ModelCall:
     branch: str = "main"
     """Guidance branch: main, conditional or unconditional."""
     state: Any = None
-    """Handle that the forward reads and grows, such as the KV of a request. It is no tensor: the operation finds it as
-    ``static["state"]``, and a call that carries one is merged with no other."""
+    """Handle that the forward reads and grows, such as the KV of a request; a merged call has a tuple, one a row. It is no
+    tensor: the operation finds it as ``static["state"]``."""
 
     def __post_init__(self) -> None:
         if self.state is not None:
@@ -76,12 +76,22 @@ class ModelCall:
     def merge_key(self) -> tuple[Any, ...]:
         """Calls with equal keys may share a forward; prompts, seeds, steps and branches do not matter.
 
-        A call with a ``state`` has a key of its own: rows of one forward would need one handle that stands for all.
+        A call whose ``state`` has no ``batch_key`` has a key of its own and is merged with no other.
         """
-        if self.state is not None:
+        batch_key = None if self.state is None else self.state.batch_key
+        if self.state is not None and batch_key is None:
             return (self.component, self.method, "alone", id(self))
         shapes = tuple((name, t.dtype, tuple(t.shape[1:])) for name, t in sorted(self.tensors.items()))
-        return (self.component, self.method, tuple(sorted(self.static.items())), shapes)
+        static = tuple(sorted((name, value) for name, value in self.static.items() if name != "state"))
+        return (self.component, self.method, static, shapes, batch_key)
+
+    @staticmethod
+    def merged(calls: Sequence[ModelCall]) -> ModelCall:
+        """One call over the rows of calls with equal keys, and over their states where they carry any."""
+        first = calls[0]
+        tensors = {name: torch.cat([call.tensors[name] for call in calls]) for name in first.tensors}
+        state = None if first.state is None else tuple(call.state for call in calls)
+        return ModelCall(first.component, first.method, tensors, first.static, branch="merged", state=state)
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,15 @@ class KV(Protocol):
     def length(self) -> int:
         """Tokens held. A fresh handle may hold a prefix of the prompt that another request filled, but never all of it:
         the last token of the prompt is always fed."""
+
+    @property
+    def batch_key(self) -> Hashable | None:
+        """Handles with equal keys may be rows of one forward, whatever their lengths; None: this one never is. One with
+        a key has a method ``together(handles)``: the cache of a forward over them all, whose ``inputs(token_ids)`` are
+        the arguments of the forward and whose ``rollback()`` undoes one that failed midway."""
+
+    def record(self, token_ids: Sequence[int]) -> None:
+        """Tells which tokens the forward appended after the prompt, so that a later prompt may share them."""
 
 
 class KVSource(Protocol):

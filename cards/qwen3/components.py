@@ -45,14 +45,23 @@ def tokenize(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], context:
 
 
 def next_logits(lm: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
-    """(B, V) logits after ``ids`` (B, L), which follow the tokens of the handle ``state``; appends them to it."""
+    """(B, V) logits after ``ids`` (B, L), which follow the tokens of the handle ``state``; appends them to it.
+
+    A tuple of handles, of any lengths, is one a row; a forward over several that fails leaves all as they were.
+    """
     from transformers import DynamicCache
 
     kv = static["state"]
+    if isinstance(kv, tuple):
+        cache = kv[0].together(kv)
+        try:
+            return lm(**cache.inputs(tensors["ids"].tolist()), logits_to_keep=1).logits[:, -1]
+        except Exception:
+            cache.rollback()
+            raise
     if kv.cache is None:
         kv.cache = DynamicCache(config=lm.config)
-    out = lm(input_ids=tensors["ids"], cache=kv.cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+    return lm(input_ids=tensors["ids"], cache=kv.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Tensor]] = {
