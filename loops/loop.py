@@ -61,8 +61,8 @@ class ModelCall:
     branch: str = "main"
     """Guidance branch: main, conditional or unconditional."""
     state: Any = None
-    """Handle that the forward reads and grows, such as the KV of a request; a merged call has a tuple, one a row. It is no
-    tensor: the operation finds it as ``static["state"]``."""
+    """Handle that the forward reads and grows, such as the KV of a request; a merged call has a tuple, one a row. It is
+    no tensor: the operation finds it as ``static["state"]``."""
 
     def __post_init__(self) -> None:
         if self.state is not None:

