@@ -1,18 +1,19 @@
 """Evaluating the plans of several requests: one call at a time, or equal calls merged into one forward.
 
-A call that raises gives its exception as its outcome, so that it fails its own request (with merged calls: those that
-shared its forward) and no other.
+A call that raises gives its exception as its outcome, so that it fails its own request and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inference.extend.observer import Forward
 from inference.instance import ModelInstance
 from loops.loop import ModelCall, Profile
 
@@ -30,20 +31,40 @@ Outcome = Tensor | Exception
 """What a call gave, or what it failed with."""
 
 
-def _attempt(job: Job, call: ModelCall) -> Outcome:
+Listener = Callable[[Forward], None]
+"""Hears of every forward that ended well."""
+
+
+def _attempt(job: Job, calls: Sequence[ModelCall], listener: Listener | None) -> Outcome:
+    """One forward for all of ``calls``."""
     try:
-        return job.instance.call(call, job.profile)
+        call = calls[0] if len(calls) == 1 else _merge(calls)
+        if listener is None:
+            return job.instance.call(call, job.profile)
+        began = time.perf_counter()
+        output = job.instance.call(call, job.profile)
+        if output.is_cuda:
+            torch.cuda.synchronize(output.device)
+        seconds = time.perf_counter() - began
+        shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(call.tensors.items()))
+        listener(Forward(call.component, call.method, shapes, call.rows, seconds))
+        return output
     except Exception as failure:
         return failure
 
 
-def evaluate_solo(jobs: Sequence[Job]) -> list[Outcome]:
+def evaluate_solo(jobs: Sequence[Job], listener: Listener | None = None) -> list[Outcome]:
     """Every call by itself, in order."""
-    return [_attempt(job, job.call) for job in jobs]
+    return [_attempt(job, (job.call,), listener) for job in jobs]
 
 
-def evaluate_merged(jobs: Sequence[Job], max_rows: int) -> list[Outcome]:
-    """Calls with equal keys on the same component share forwards of up to ``max_rows`` rows; order is kept."""
+def evaluate_merged(jobs: Sequence[Job], max_rows: int, listener: Listener | None = None) -> list[Outcome]:
+    """Calls with equal keys on the same component share forwards of up to ``max_rows`` rows; order is kept.
+
+    A merged forward that raises is looked into: each of its calls runs by itself, those that raise again fail alone,
+    and the rest are merged anew as if the others had never been there, so that their results are the same bits. When
+    none raises by itself (the device ran out of memory for all of them together) the group goes on in halves.
+    """
     outcomes: dict[int, Outcome] = {}
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, job in enumerate(jobs):
@@ -52,15 +73,31 @@ def evaluate_merged(jobs: Sequence[Job], max_rows: int) -> list[Outcome]:
         precision = job.instance.card.precision.serve
         groups.setdefault((uid, precision, job.profile, job.call.merge_key()), []).append(index)
     for members in groups.values():
-        for chunk in _chunks(members, [jobs[i].call.rows for i in members], max_rows):
-            first = jobs[chunk[0]]
-            calls = [jobs[i].call for i in chunk]
-            outcome = _attempt(first, first.call if len(calls) == 1 else _merge(calls))
-            if len(calls) == 1 or isinstance(outcome, Exception):
-                outcomes.update(dict.fromkeys(chunk, outcome))
-            else:
-                outcomes.update(zip(chunk, outcome.split([call.rows for call in calls]), strict=True))
+        outcomes.update(_evaluate_group(jobs, members, max_rows, listener))
     return [outcomes[index] for index in range(len(jobs))]
+
+
+def _evaluate_group(
+    jobs: Sequence[Job], members: list[int], max_rows: int, listener: Listener | None
+) -> dict[int, Outcome]:
+    """Outcomes of members that may share forwards."""
+    outcomes: dict[int, Outcome] = {}
+    for chunk in _chunks(members, [jobs[i].call.rows for i in members], max_rows):
+        calls = [jobs[i].call for i in chunk]
+        outcome = _attempt(jobs[chunk[0]], calls, listener)
+        if len(chunk) == 1:
+            outcomes[chunk[0]] = outcome
+            continue
+        if not isinstance(outcome, Exception):
+            outcomes.update(zip(chunk, outcome.split([call.rows for call in calls]), strict=True))
+            continue
+        del outcome  # its traceback holds the forward's activations
+        alone = {i: _attempt(jobs[i], (jobs[i].call,), None) for i in chunk}
+        failed = {i: result for i, result in alone.items() if isinstance(result, Exception)}
+        if failed:
+            return failed | _evaluate_group(jobs, [i for i in members if i not in failed], max_rows, listener)
+        return _evaluate_group(jobs, members, max(1, sum(call.rows for call in calls) // 2), listener)
+    return outcomes
 
 
 def _chunks(members: Sequence[int], rows: Sequence[int], max_rows: int) -> Iterator[list[int]]:

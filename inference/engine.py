@@ -7,8 +7,9 @@ calls of different requests share a forward. Training rollouts and the server us
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +22,18 @@ from inference.artifact import Artifact
 from inference.batching import Job, Outcome, evaluate_merged, evaluate_solo
 from inference.cache.feature import FeatureCache
 from inference.cache.keys import FeatureKey, feature_key
+from inference.extend.observer import Forward, Observer, Step
 from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.request import Request, resolve
 from inference.running import Running, StepListener
+from inference.stream import CancelScope, Event, EventStream
 from loops.loop import LoopContext, Profile, StepResult, WorkPlan
 from loops.registry import component_loop
 
 BATCHING = ("off", "shape")
 POLICIES = ("fair", "fifo")
+_NUMBERS = itertools.count(1)
 
 
 class Cancelled(UserError):
@@ -37,13 +41,16 @@ class Cancelled(UserError):
 
 
 class Handle:
-    """A submitted request: its progress, and its result once complete."""
+    """A submitted request: its progress, its events, and its result once complete."""
 
-    def __init__(self, running: Running):
+    def __init__(self, running: Running, scope: CancelScope | None = None):
+        self.id = f"request-{next(_NUMBERS)}"
         self._running = running
+        self._scope = CancelScope(scope)
         self._done = threading.Event()
         self._artifact: Artifact | None = None
-        self._cancel = False
+        self._stream = EventStream()
+        self._stream.put("queued", "", *self.progress)
 
     @property
     def seed(self) -> int:
@@ -60,7 +67,11 @@ class Handle:
 
     def cancel(self) -> None:
         """Takes effect before the request's next step."""
-        self._cancel = True
+        self._scope.cancel()
+
+    def events(self, timeout: float | None = None) -> Iterator[Event]:
+        """The request's events in order, from the first to its end; see :meth:`EventStream.read`."""
+        return self._stream.read(timeout)
 
     def result(self, timeout: float | None = None) -> Artifact:
         """Waits up to ``timeout`` seconds; raises what the request failed with."""
@@ -78,6 +89,10 @@ class Handle:
         except Exception as error:
             failure = error
         self._running.failure = failure
+        if failure is None:
+            self._stream.put("completed", "", *self.progress)
+        else:
+            self._stream.put("cancelled" if isinstance(failure, Cancelled) else "failed", str(failure), *self.progress)
         self._done.set()
 
 
@@ -90,6 +105,7 @@ class Engine:
         policy: ``fair`` gives every request in flight one step a round; ``fifo`` finishes the oldest first.
         max_rows: rows of the largest merged forward.
         cache_bytes: bound of the feature cache.
+        observers: see every forward and step, in this order; a step that one refuses fails its request alone.
     """
 
     def __init__(
@@ -100,6 +116,7 @@ class Engine:
         policy: Literal["fair", "fifo"] = "fair",
         max_rows: int = 32,
         cache_bytes: int = 256 * 2**20,
+        observers: Sequence[Observer] = (),
     ):
         if batching not in BATCHING:
             raise unknown_name("batching", batching, BATCHING)
@@ -110,6 +127,7 @@ class Engine:
         self.policy = policy
         self.max_rows = max_rows
         self.features = FeatureCache(cache_bytes)
+        self.observers = tuple(observers)
         self._default: ModelInstance | None = None
         self._in_flight: list[Handle] = []
         self._lock = threading.Lock()
@@ -129,20 +147,30 @@ class Engine:
     # -- running requests
 
     def submit(
-        self, request: Request, instance: ModelInstance | None = None, listener: StepListener | None = None
+        self,
+        request: Request,
+        instance: ModelInstance | None = None,
+        listener: StepListener | None = None,
+        scope: CancelScope | None = None,
     ) -> Handle:
         """Checks the request and takes it in; :meth:`tick` moves it."""
-        handle = self._open(request, instance, listener)
+        handle = self._open(request, instance, listener, scope)
         with self._lock:
             self._in_flight.append(handle)
         return handle
 
-    def _open(self, request: Request, instance: ModelInstance | None, listener: StepListener | None) -> Handle:
+    def _open(
+        self,
+        request: Request,
+        instance: ModelInstance | None,
+        listener: StepListener | None,
+        scope: CancelScope | None = None,
+    ) -> Handle:
         """A checked request that only its caller moves."""
         target = instance if instance is not None else self._default
         if target is None:
             raise UserError("the engine has no model: call engine.load(card or folder) first")
-        return Handle(Running(resolve(request, target.card), target, listener))
+        return Handle(Running(resolve(request, target.card), target, listener), scope)
 
     def run(self, request: Request, instance: ModelInstance | None = None) -> Artifact:
         """One request to its end."""
@@ -187,7 +215,7 @@ class Engine:
                 missing.append((len(features), key, Job(instance, plan.calls[0], Profile.SERVE)))
             features.append(found)
         jobs = [job for _, _, job in missing]
-        outcomes = evaluate_merged(jobs, self.max_rows) if self.batching == "shape" else evaluate_solo(jobs)
+        outcomes = self._evaluate(jobs, self.batching)
         for (index, key, _), output in zip(missing, _outputs(outcomes), strict=True):
             self.features.put(key, output)
             features[index] = output
@@ -226,23 +254,33 @@ class Engine:
             first = len(jobs)
             jobs += [Job(running.instance, call, running.resolved.request.profile) for call in plan.calls]
             owners.append((handle, first, len(jobs)))
-        outcomes = evaluate_merged(jobs, self.max_rows) if batching == "shape" else evaluate_solo(jobs)
+        outcomes = self._evaluate(jobs, batching)
         for index, (handle, first, last) in enumerate(owners):
-            if index in keys:
+            advanced = self._advance(handle, outcomes[first:last])
+            if advanced and index in keys:
                 self._keep(keys[index], outcomes[first])
-            self._advance(handle, outcomes[first:last])
         for handle, leader in followers:
             first = owners[leader][1]
             self._advance(handle, outcomes[first : first + 1])
 
+    def _evaluate(self, jobs: Sequence[Job], batching: str) -> list[Outcome]:
+        listener = self._tell if self.observers else None
+        if batching == "shape":
+            return evaluate_merged(jobs, self.max_rows, listener)
+        return evaluate_solo(jobs, listener)
+
+    def _tell(self, forward: Forward) -> None:
+        for observer in self.observers:
+            observer.on_forward(forward)
+
     def _keep(self, key: FeatureKey, outcome: Outcome) -> None:
-        """Caches a result that outlives its step: neither a failure nor a tensor that holds a graph."""
+        """Caches a result that outlives its step: not a tensor that holds a graph."""
         if isinstance(outcome, Tensor) and not outcome.requires_grad:
             self.features.put(key, outcome)
 
     def _plan(self, handle: Handle) -> bool:
         """True when the handle has a step to evaluate; serves cached steps, completes and fails it as it goes."""
-        if handle._cancel:
+        if handle._scope.cancelled:
             self._finish(handle, Cancelled("the request was cancelled"))
             return False
         running = handle._running
@@ -253,23 +291,38 @@ class Engine:
                 cached: Tensor | None = self.features.get(feature_key(running.instance, plan.cache_key))
                 if cached is None:
                     return True
-                running.advance(StepResult((cached,)))
+                self._take(handle, (cached,), cached=True)
         except Exception as failure:
             self._finish(handle, failure)
             return False
         self._finish(handle, None)
         return False
 
-    def _advance(self, handle: Handle, outcomes: Sequence[Outcome]) -> None:
+    def _advance(self, handle: Handle, outcomes: Sequence[Outcome]) -> bool:
+        """The loop takes the results of its step; False when the request failed over it."""
         try:
-            handle._running.advance(StepResult(_outputs(outcomes)))
+            self._take(handle, _outputs(outcomes), cached=False)
             if handle._running.plan() is None:
                 self._finish(handle, None)
         except Exception as failure:
             self._finish(handle, failure)
+            return False
+        return True
+
+    def _take(self, handle: Handle, outputs: tuple[Tensor, ...], *, cached: bool) -> None:
+        running = handle._running
+        plan = running.plan()
+        assert plan is not None
+        step = Step(handle.id, running.resolved, plan, running.steps_done, outputs, cached)
+        for observer in self.observers:
+            observer.on_step(step)
+        running.advance(StepResult(outputs))
+        handle._stream.put("step", plan.label, *handle.progress)
 
     def _finish(self, handle: Handle, failure: BaseException | None) -> None:
         handle._finish(failure)
+        for observer in self.observers:
+            observer.on_finish(handle.id, handle._running.failure)
         with self._lock:
             if handle in self._in_flight:
                 self._in_flight.remove(handle)
