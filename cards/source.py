@@ -82,7 +82,7 @@ def _download(source: Source) -> Path:
             snapshot_download(
                 source.location,
                 revision=source.revision,
-                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"],
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
             )
         )
     except Exception as error:
