@@ -12,12 +12,15 @@ import torch
 from cards.card import ModelCard
 from cards.errors import UserError
 from inference.artifact import Artifact
+from inference.cache.paged import PagedEntry, PagedPool
+from inference.cache.paged_transformers import PagedCache, paged_spec
 from inference.engine import Cancelled, Engine
 from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.parity.reference import drive_request
 from inference.request import Message, Request, resolve
-from loops.loop import Profile, TokenParams
+from inference.running import Running
+from loops.loop import ModelCall, Profile, StepResult, TokenParams
 from tests.support.tiny_qwen3 import save_tiny_qwen3
 
 CLIP = Request(prompt="a red circle", seed=1, steps=3, guidance=1.0, frames=5, height=16, width=16, output="latents")
@@ -242,3 +245,141 @@ def test_a_clip_takes_no_field_of_a_text(wan: ModelInstance, field: str) -> None
 def test_a_task_that_the_card_does_not_have_lists_those_it_has(card: ModelCard) -> None:
     with pytest.raises(UserError, match=r"'t2v'.*text"):
         resolve(Request(prompt="a"), card)
+
+
+# -- KV from a pool of pages: requests of different lengths in one forward
+
+
+class PagedKV:
+    """One request's entry of a paged pool, as the loop and the operation see it."""
+
+    def __init__(self, pool: PagedPool, entry: PagedEntry):
+        self.pool = pool
+        self.entry = entry
+        self.cache = PagedCache(pool, [entry])
+
+    @property
+    def length(self) -> int:
+        return self.entry.length
+
+    @property
+    def batch_key(self) -> int:
+        return id(self.pool)
+
+    def together(self, handles: tuple[PagedKV, ...]) -> PagedCache:
+        return PagedCache(self.pool, [handle.entry for handle in handles])
+
+    def record(self, token_ids: tuple[int, ...]) -> None:
+        self.pool.record(self.entry, token_ids)
+
+
+class PagedSource:
+    """Opens one request's entries."""
+
+    def __init__(self, pool: PagedPool, namespace: str, root: str | None):
+        self.pool = pool
+        self.namespace = namespace
+        self.root = root
+
+    def open(self, component: str, token_ids: tuple[int, ...]) -> PagedKV:
+        return PagedKV(self.pool, self.pool.open(self.namespace, "main", token_ids, root=self.root))
+
+
+LENGTHS = ("a", "abc end", "the quick brown fox jumps", "x" * 60)
+
+
+@pytest.fixture
+def pool(lm: ModelInstance) -> PagedPool:
+    return PagedPool(paged_spec(lm.module("lm").config, blocks=48))  # type: ignore[arg-type]
+
+
+def running(lm: ModelInstance, prompt: str, source: PagedSource | None, tokens: int = 12) -> Running:
+    request = replace(TEXT, prompt=prompt, max_tokens=tokens, profile=Profile.ROLLOUT)
+    return Running(resolve(request, lm.card), lm, kv=source)
+
+
+def run_together(lm: ModelInstance, requests: list[Running]) -> list[int]:
+    """All requests a step a round, equal calls merged; rows of every forward."""
+    rows = []
+    while pending := [(r, plan) for r in requests if (plan := r.plan()) is not None]:
+        groups: dict[tuple[Any, ...], list[tuple[Running, ModelCall]]] = {}
+        for r, plan in pending:
+            groups.setdefault(plan.calls[0].merge_key(), []).append((r, plan.calls[0]))
+        for group in groups.values():
+            calls = [call for _, call in group]
+            rows.append(len(calls))
+            logits = lm.call(calls[0] if len(calls) == 1 else ModelCall.merged(calls))
+            for (r, _), row in zip(group, logits.split(1), strict=True):
+                r.advance(StepResult((row,)))
+    return rows
+
+
+def test_paged_requests_are_growing_ones_to_the_bit(lm: ModelInstance, pool: PagedPool) -> None:
+    for i, prompt in enumerate(LENGTHS):
+        ours, theirs = running(lm, prompt, PagedSource(pool, f"r{i}", None)), running(lm, prompt, None)
+        for one in (ours, theirs):
+            run_together(lm, [one])
+        assert same(ours.artifact(), theirs.artifact())
+        pool.close(f"r{i}")
+    assert len(pool) == 0
+
+
+def test_requests_of_different_lengths_share_every_token_forward(lm: ModelInstance, pool: PagedPool) -> None:
+    """Log-probs of the merged run against each alone: float32 forwards of other shapes."""
+    together = [
+        running(lm, prompt, PagedSource(pool, f"r{i}", None), tokens=8 + 2 * i) for i, prompt in enumerate(LENGTHS)
+    ]
+    rows = run_together(lm, together)
+    assert rows == [1] * 4 + [4] * 7 + [3] * 2 + [2] * 2 + [1] * 2
+    worst = 0.0
+    for i, (prompt, one) in enumerate(zip(LENGTHS, together, strict=True)):
+        alone = running(lm, prompt, None, tokens=8 + 2 * i)
+        run_together(lm, [alone])
+        ours, theirs = one.artifact().completion, alone.artifact().completion
+        assert ours is not None
+        assert theirs is not None
+        assert ours.token_ids == theirs.token_ids
+        worst = max(worst, (ours.logprobs - theirs.logprobs).abs().max().item())  # type: ignore[operator]
+    print(f"merged differs from solo by {worst:.1e} in log-prob")
+    assert worst <= 1e-4
+
+
+def test_a_second_turn_prefills_only_what_the_first_did_not_say(lm: ModelInstance, pool: PagedPool) -> None:
+    first = running(lm, LENGTHS[2], PagedSource(pool, "first", "weights v0"))
+    run_together(lm, [first])
+    completion = first.artifact().completion
+    assert completion is not None
+    said = lm.tokenizer(LENGTHS[2]).input_ids + list(completion.token_ids)
+    kv = PagedSource(pool, "second", "weights v0").open("lm", (*said, 5, 6, 7))
+    # The last token that was said was never fed, so it is not held.
+    assert kv.length == (len(said) - 1) // pool.spec.block_tokens * pool.spec.block_tokens
+    assert kv.length > len(lm.tokenizer(LENGTHS[2]).input_ids)
+
+
+def test_a_merged_forward_that_fails_leaves_every_row_as_it_was(lm: ModelInstance) -> None:
+    """The pool runs out of blocks for the second row: the first row's new token is taken back too."""
+    small = PagedPool(paged_spec(lm.module("lm").config, blocks=2, block_tokens=8))  # type: ignore[arg-type]
+    pair = [running(lm, prompt, PagedSource(small, name, None)) for prompt, name in (("x" * 3, "a"), ("y" * 8, "b"))]
+    plans = []
+    for r in pair:
+        plan = r.plan()
+        assert plan is not None
+        r.advance(StepResult((lm.call(plan.calls[0]),)))
+        plan = r.plan()
+        assert plan is not None
+        plans.append(plan)
+    with pytest.raises(UserError):
+        lm.call(ModelCall.merged([plan.calls[0] for plan in plans]))
+    kept = [plan.calls[0].state.length for plan in plans]
+    assert kept == [3, 8]
+    assert torch.equal(lm.call(plans[0].calls[0]), alone_second_token(lm, "x" * 3))
+
+
+def alone_second_token(lm: ModelInstance, prompt: str) -> torch.Tensor:
+    one = running(lm, prompt, None)
+    plan = one.plan()
+    assert plan is not None
+    one.advance(StepResult((lm.call(plan.calls[0]),)))
+    plan = one.plan()
+    assert plan is not None
+    return lm.call(plan.calls[0])
