@@ -38,7 +38,7 @@ Listener = Callable[[Forward], None]
 def _attempt(job: Job, calls: Sequence[ModelCall], listener: Listener | None) -> Outcome:
     """One forward for all of ``calls``."""
     try:
-        call = calls[0] if len(calls) == 1 else _merge(calls)
+        call = calls[0] if len(calls) == 1 else ModelCall.merged(calls)
         if listener is None:
             return job.instance.call(call, job.profile)
         began = time.perf_counter()
@@ -63,7 +63,8 @@ def evaluate_merged(jobs: Sequence[Job], max_rows: int, listener: Listener | Non
 
     A merged forward that raises is looked into: each of its calls runs by itself, those that raise again fail alone,
     and the rest are merged anew as if the others had never been there, so that their results are the same bits. When
-    none raises by itself (the device ran out of memory for all of them together) the group goes on in halves.
+    none raises by itself (the device ran out of memory for all of them together) the group goes on in halves. Calls
+    that carry a state run once only: theirs are the results of running by themselves.
     """
     outcomes: dict[int, Outcome] = {}
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -93,6 +94,9 @@ def _evaluate_group(
             continue
         del outcome  # its traceback holds the forward's activations
         alone = {i: _attempt(jobs[i], (jobs[i].call,), None) for i in chunk}
+        if calls[0].state is not None:
+            outcomes.update(alone)
+            continue
         failed = {i: result for i, result in alone.items() if isinstance(result, Exception)}
         if failed:
             return failed | _evaluate_group(jobs, [i for i in members if i not in failed], max_rows, listener)
@@ -112,10 +116,3 @@ def _chunks(members: Sequence[int], rows: Sequence[int], max_rows: int) -> Itera
         used += n
     if chunk:
         yield chunk
-
-
-def _merge(calls: Sequence[ModelCall]) -> ModelCall:
-    """One call over the rows of all."""
-    first = calls[0]
-    tensors = {name: torch.cat([call.tensors[name] for call in calls]) for name in first.tensors}
-    return ModelCall(first.component, first.method, tensors, first.static, branch="merged")
