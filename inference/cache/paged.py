@@ -120,7 +120,7 @@ class PagedPool:
         found: list[int] = []
         hashes: list[bytes] = []
         if root is not None:
-            for digest in self._chain(root, tokens[:-1]):
+            for digest in _chain(root, tokens[:-1], self.spec.block_tokens):
                 block = self.blocks.find(digest)
                 if block is None:
                     break
@@ -315,14 +315,6 @@ class PagedPool:
             self.blocks.publish(entry.table[index], digest)
             self._root_of[entry.table[index]] = entry.root
 
-    def _chain(self, root: str, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of the full blocks of ``tokens``."""
-        hashes: list[bytes] = []
-        size = self.spec.block_tokens
-        for start in range(0, len(tokens) - size + 1, size):
-            hashes.append(_block_hash(hashes[-1] if hashes else _root_hash(root), tokens[start : start + size]))
-        return hashes
-
 
 def _root_hash(root: str) -> bytes:
     return hashlib.sha256(root.encode()).digest()
@@ -331,3 +323,11 @@ def _root_hash(root: str) -> bytes:
 def _block_hash(before: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of a block: of all before it, and its own tokens."""
     return hashlib.sha256(before + b",".join(str(token).encode() for token in tokens)).digest()
+
+
+def _chain(root: str, tokens: Sequence[int], size: int) -> list[bytes]:
+    """Hashes of the full blocks of ``tokens``."""
+    hashes: list[bytes] = []
+    for start in range(0, len(tokens) - size + 1, size):
+        hashes.append(_block_hash(hashes[-1] if hashes else _root_hash(root), tokens[start : start + size]))
+    return hashes
