@@ -31,6 +31,7 @@ from methods.shapeworld.heldout import is_held_out, training_caption, training_s
 from methods.shapeworld.render import render
 from methods.shapeworld.scene import COLOURS, COUNTS, MOTIONS, RELATIONS, SHAPES, Scene
 from scripts.pretrain.figures import evaluate_pipeline
+from scripts.pretrain.places import PlaceHead, place_labels
 from scripts.pretrain.tiny_wan import (
     FLOW_SHIFT,
     build_text_encoder,
@@ -49,12 +50,15 @@ TRAIN_TOKENS = 24  # longer than any caption by at least one
 CAPTION_DROPOUT = 0.1
 
 
-def embed(tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, texts: list[str]) -> Tensor:
-    """Prompt embeddings (B, TRAIN_TOKENS, D): each text at its real length, then zeros."""
+def embed(
+    tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, texts: list[str], head: PlaceHead
+) -> tuple[Tensor, Tensor]:
+    """Prompt embeddings (B, TRAIN_TOKENS, D): each text at its real length, then zeros; and the head's loss on them."""
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     hidden = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     hidden = hidden * tokens.attention_mask[..., None]
-    return nn.functional.pad(hidden, (0, 0, 0, TRAIN_TOKENS - hidden.shape[1]))
+    loss = head.loss(hidden, place_labels(tokenizer, texts, tokens.input_ids))
+    return nn.functional.pad(hidden, (0, 0, 0, TRAIN_TOKENS - hidden.shape[1])), loss
 
 
 def corrupt(scene: Scene, rng: np.random.Generator) -> Scene:
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.2e-3)
     parser.add_argument("--muon-lr", type=float, default=1.5e-3, help="in AdamW's units")
     parser.add_argument("--noise", type=float, default=0.15, help="share of captions with one wrong attribute")
+    parser.add_argument("--places", type=float, default=0.1, help="weight of the text encoder's auxiliary task")
     parser.add_argument("--pairs", type=float, help="share of two-object scenes in a batch; default: as drawn")
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--compile", action="store_true", help="torch.compile, a third faster; needs a C++ compiler")
@@ -171,12 +176,16 @@ def main() -> None:
     average = copy.deepcopy(model).requires_grad_(False)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     forward = torch.compile(transformer) if args.compile else transformer
-    optimizers = build_optimizers(model, args.lr, args.muon_lr)
+    head = PlaceHead(encoder.config.d_model)
+    optimizers = [
+        *build_optimizers(model, args.lr, args.muon_lr),
+        torch.optim.AdamW(head.parameters(), lr=args.lr, weight_decay=0.0),
+    ]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 
     rng = np.random.default_rng(args.seed + 1)
     weights = row_weights(scenes, args.pairs)
-    began, losses = time.time(), []
+    began, losses, place_losses = time.time(), [], []
     for step in range(args.steps):
         share = step / args.steps
         rate = min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
@@ -192,11 +201,12 @@ def main() -> None:
         sigma = FLOW_SHIFT * uniform / (1.0 + (FLOW_SHIFT - 1.0) * uniform)
         s = sigma.view(-1, 1, 1, 1, 1)
         x_s, target = (1.0 - s) * x0 + s * noise, noise - x0
-        text = embed(tokenizer, encoder, texts)
+        text, place_loss = embed(tokenizer, encoder, texts, head)
         out = forward(x_s, 1000.0 * sigma, text, return_dict=False)[0]
         loss = (out - target).square().mean()
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        head.zero_grad(set_to_none=True)
+        (loss + args.places * place_loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -205,9 +215,12 @@ def main() -> None:
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 ours.lerp_(theirs, 1.0 - decay)
         losses.append(float(loss.detach()))
+        place_losses.append(float(place_loss.detach()))
         if step % 100 == 99:
             mean = sum(losses[-100:]) / 100
-            print(f"base {step + 1}/{args.steps} loss {mean:.4f}, {time.time() - began:.0f} s", flush=True)
+            places = sum(place_losses[-100:]) / 100
+            seconds = time.time() - began
+            print(f"base {step + 1}/{args.steps} loss {mean:.4f}, places {places:.4f}, {seconds:.0f} s", flush=True)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             final = copy.deepcopy(average)
             for block in final["transformer"].blocks:
@@ -222,7 +235,7 @@ def main() -> None:
             rates = evaluate_pipeline(load_folder(args.out), guidance=1.0, steps=20)
             print(f"base {step + 1} guidance 1:", {k: round(v, 3) for k, v in rates.items()}, flush=True)
     if args.record is not None:
-        names = ("clips", "steps", "batch", "lr", "muon_lr", "noise", "pairs", "seed")
+        names = ("clips", "steps", "batch", "lr", "muon_lr", "noise", "pairs", "places", "seed")
         facts = {name: getattr(args, name) for name in names}
         facts |= {"seconds": time.time() - began, "loss": sum(losses[-100:]) / len(losses[-100:])}
         args.record.write_text(json.dumps(facts, indent=2) + "\n")
