@@ -205,15 +205,19 @@ def the_same_for_all(videos: Any, prompts: Any, metadata: Any) -> list[float]:
 class Prepared(CallableReward):
     """Keeps where it was loaded."""
 
+    devices: tuple[str, ...] = ()
+
     def prepare(self, device: str = "cpu") -> None:
-        self.device = device
+        self.devices = (*self.devices, device)
 
 
 def test_a_reward_is_loaded_on_the_runs_device_once_before_training(training: Any) -> None:
     reward = Prepared(function=REWARD)
     module = training.module(nft(), reward=reward)
-    module.on_start = lambda: pytest.fail("not prepared") if reward.device != "cpu" else None
+    at_start: list[tuple[str, ...]] = []
+    module.on_start = lambda: at_start.append(reward.devices)
     training.fit(module, [PROMPTS])
+    assert at_start == [("cpu",)] and reward.devices == ("cpu",)
 
 
 # -- the C2 gate
