@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from cards.card import LoopMismatchError, LoopSpec, ModelCard
 from cards.errors import UserError, unknown_name
+from inference.scheduling.policy import PRIORITY_RANGE
 from loops.guidance import guidance_policy
 from loops.loop import Profile, SamplingParams, TokenParams
 from loops.solvers import SOLVERS
@@ -58,6 +59,10 @@ class Request:
     shift: float | None = None
     output: Literal["video", "latents"] = "video"
     """``latents`` runs no decoder."""
+    priority: int = 0
+    """-8 .. 8; every level doubles the share of device time, or goes first, as the policy has it."""
+    deadline: float | None = None
+    """Seconds from submission by which the result is wanted; the policy ``deadline`` heeds it."""
     profile: Profile = Profile.SERVE
     capture: tuple[str, ...] = ()
     """Opt-in fields of the BehaviourRecord, for ROLLOUT."""
@@ -178,7 +183,7 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
         found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
     if request.output not in OUTPUTS:
         found.append(f"output: got {request.output!r}, expected one of {', '.join(OUTPUTS)}")
-    found += _profile_problems(request)
+    found += _run_problems(request)
     if isinstance(request.capture, str):
         found.append(f"capture: got the string {request.capture!r}, expected a tuple of {', '.join(CAPTURES)}")
     else:
@@ -190,10 +195,18 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
     return found
 
 
-def _profile_problems(request: Request) -> list[str]:
-    if isinstance(request.profile, Profile):
-        return []
-    return [f"profile: got {request.profile!r}, expected a Profile ({', '.join(Profile)})"]
+def _run_problems(request: Request) -> list[str]:
+    """What is wrong with how the request is to be run, whatever it asks for."""
+    found = []
+    if not isinstance(request.profile, Profile):
+        found.append(f"profile: got {request.profile!r}, expected a Profile ({', '.join(Profile)})")
+    low, high = PRIORITY_RANGE
+    if not _is_number(request.priority, numbers.Integral) or not low <= request.priority <= high:
+        found.append(f"priority: got {request.priority!r}, expected a whole number, {low} .. {high}")
+    deadline = request.deadline
+    if deadline is not None and not (_is_number(deadline, numbers.Real) and math.isfinite(deadline) and deadline > 0):
+        found.append(f"deadline: got {deadline!r}, expected a number of seconds > 0")
+    return found
 
 
 def _foreign(request: Request, names: tuple[str, ...]) -> list[str]:
@@ -254,7 +267,7 @@ def _text_problems(request: Request, values: dict[str, Any]) -> list[str]:
         found.append(f"stop: got {stop!r}, expected a tuple of strings that are not empty")
     if request.output != "video":
         found.append(f"output: got {request.output!r}, expected nothing (a text request gives text)")
-    found += _profile_problems(request)
+    found += _run_problems(request)
     if request.capture:
         found.append(f"capture: got {request.capture!r}, expected nothing (a text ROLLOUT keeps log-probs always)")
     return found
