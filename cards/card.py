@@ -87,6 +87,8 @@ class CostModel(_Part):
 
     base_seconds: float = 1e-3
     per_token_seconds: float = 1e-6
+    bytes_per_token: float = Field(default=0.0, ge=0.0, exclude_if=lambda value: value == 0.0)
+    """Peak bytes of a forward's activations, a token and sample; 0 is not known, and admission counts none."""
 
 
 class LoopSpec(_Part):
@@ -195,6 +197,8 @@ class ModelCard(_Part):
     sampling: Sampling
     parity: Parity = Parity()
     precision: Precision = Precision()
+    costs: dict[str, CostModel] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """Component -> its cost model, where it is not that of the loop which binds it. Tokens are the transformer's."""
     caches: tuple[str, ...] = ("feature",)
     parallelism: tuple[str, ...] = ("single", "ddp", "fsdp2")
     capabilities: tuple[str, ...] = ()

@@ -160,8 +160,8 @@ class CostBook:
 
     @classmethod
     def of(cls, card: ModelCard, device: str, *, max_entries: int = 4096) -> CostBook:
-        """A book whose priors are the cost models of the card's loops; the first loop that binds a component counts."""
-        priors: dict[str, CostModel] = {}
+        """A book whose priors are the card's cost models: of a component, else of the first loop that binds it."""
+        priors: dict[str, CostModel] = dict(card.costs)
         for loop in card.loops.values():
             for component in loop.components.values():
                 priors.setdefault(component, loop.cost)
