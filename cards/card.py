@@ -40,7 +40,7 @@ class _Part(BaseModel):
 class Component(_Part):
     """A module of the model: its class, where its weights are and which tasks need it."""
 
-    kind: Literal["transformer", "vae", "text_encoder", "tokenizer", "scheduler", "causal_lm"]
+    kind: Literal["transformer", "vae", "text_encoder", "tokenizer", "scheduler", "causal_lm", "scorer", "processor"]
     library: Literal["diffusers", "transformers"]
     class_name: str
     subfolder: str
@@ -110,6 +110,8 @@ class LoopSpec(_Part):
     dynamic_stop: bool = False
     allows_interleaving: bool = True
     graph_capture: bool = False
+    options: dict[str, JsonValue] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """What this kind alone reads, checked by the kind; a loop without any has none in its JSON nor in its digest."""
 
 
 class Recipe(_Part):
@@ -163,6 +165,17 @@ class TextSampling(_Part):
     """0 keeps every token."""
 
 
+class ScoreSampling(_Part):
+    """Defaults of a score request."""
+
+    frames: int | None = 4
+    """Frames of a clip that are looked at, spread evenly; None = all."""
+    rows: int = 8
+    """Frames in one forward, at most."""
+    divisor: float = 100.0
+    """Similarities are divided by it. The logit scale of the released CLIPs is 100, so theirs are plain cosines."""
+
+
 class Sampling(_Part):
     """Defaults of a request."""
 
@@ -178,6 +191,8 @@ class Sampling(_Part):
     """Tokens that the prompt is padded to."""
     text: TextSampling | None = Field(default=None, exclude_if=lambda value: value is None)
     """For the text task; a card without one has it neither in its JSON nor in its digest."""
+    score: ScoreSampling | None = Field(default=None, exclude_if=lambda value: value is None)
+    """For the score task; as ``text``."""
 
 
 class ModelCard(_Part):

@@ -10,10 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Condition = Literal["always", "guided", "pixels"]
 """always | guided: the request uses classifier-free guidance | pixels: the request wants more than latents."""
+
+
+class Input(BaseModel):
+    """A tensor that a request brings; it is in the slot of its name before the first node runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[int | str, ...]
+    """A number is the length of its axis; a word names one of any length but 0."""
+    low: float
+    high: float
+    """Every value is finite and in [low, high]."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join(map(str, self.shape))}) in [{self.low:g}, {self.high:g}]"
 
 
 class Node(BaseModel):
@@ -23,7 +40,7 @@ class Node(BaseModel):
 
     id: str
     reads: tuple[str, ...]
-    """Slots that it needs; ``prompt`` and ``negative_prompt`` come from the request."""
+    """Slots that it needs; ``prompt``, ``negative_prompt`` and the program's inputs come from the request."""
     writes: str
     component: str | None = None
     op: str | None = None
@@ -38,11 +55,17 @@ class Program(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     nodes: tuple[Node, ...]
+    inputs: tuple[Input, ...] = Field(default=(), exclude_if=lambda value: not value)
+    """Tensors that a request of this task brings, all of them; a program without any says nothing of it."""
 
     def problems(self, components: Collection[str], loops: Collection[str]) -> list[str]:
         """What is wrong with the program on a card that has these components and loops."""
         found: list[str] = []
         filled: dict[str, Condition] = {"prompt": "always", "negative_prompt": "always"}
+        for brought in self.inputs:
+            if brought.name in filled:
+                found.append(f"input {brought.name!r}: the slot is taken, expected another name")
+            filled[brought.name] = "always"
         for node in self.nodes:
             where = f"node {node.id!r}"
             if (node.loop is None) == (node.component is None):

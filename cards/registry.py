@@ -45,6 +45,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
+    "reward": Family("reward", (), ("clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
 }
 

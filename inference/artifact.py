@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from loops.ar_decode import Completion
 from loops.loop import BehaviourRecord
+from loops.score import Score
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class Provenance:
     prompt: str
     negative_prompt: str
     params: Any
-    """SamplingParams of a clip, TokenParams of a text."""
+    """SamplingParams of a clip, TokenParams of a text, ScoreParams of a score."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Name -> digest of each tensor that the request brought."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Artifact:
     """Result of a request."""
 
     latents: Tensor
-    """(C, T, H, W), normalised, as the loop left them; empty (0,) for a text."""
+    """(C, T, H, W), normalised, as the loop left them; empty (0,) for a text or a score."""
     video: Tensor | None
     """(3, F, H, W) in [-1, 1] as decoded; None for a request that wanted latents only."""
     fps: float
@@ -40,6 +44,8 @@ class Artifact:
     """Under ROLLOUT."""
     completion: Completion | None = None
     """Text, token ids and, under ROLLOUT, log-probs of a text request."""
+    score: Score | None = None
+    """Mean and frame by frame, of a score request."""
 
     @property
     def text(self) -> str:

@@ -8,21 +8,26 @@ from __future__ import annotations
 import math
 import numbers
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from cards.card import LoopMismatchError, LoopSpec, ModelCard
 from cards.errors import UserError, unknown_name
+from inference.inputs import input_problems
 from inference.scheduling.policy import PRIORITY_RANGE
 from loops.guidance import guidance_policy
 from loops.loop import Profile, SamplingParams, TokenParams
+from loops.score import ScoreParams
 from loops.solvers import SOLVERS
 
 MAX_SEED = 2**63 - 1
 CAPTURES = ("trajectory", "velocities")
 OUTPUTS = ("video", "latents")
 TEXT_LOOP = "ar_decode"
+SCORE_LOOP = "score"
 CLIP_ONLY = ("negative_prompt", "frames", "height", "width", "steps", "guidance", "guidance_policy", "solver", "shift")
 TEXT_ONLY = ("messages", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -40,7 +45,8 @@ class Message:
 class Request:
     """One generation. Sizes in pixels and frames; guidance in the standard convention (1 = conditional only).
 
-    A clip takes no field of a text and a text (a task whose loop decodes tokens) none of a clip.
+    A clip takes no field of a text and a text (a task whose loop decodes tokens) none of a clip. A score (a task whose
+    loop compares frames with the prompt) takes ``prompt``, ``inputs`` and ``frames``.
     """
 
     prompt: str
@@ -50,6 +56,7 @@ class Request:
     seed: int | None = None
     """None draws a fresh random one; the artifact reports it."""
     frames: int | None = None
+    """Of a clip: its length. Of a score: how many of the given frames are looked at, spread evenly."""
     height: int | None = None
     width: int | None = None
     steps: int | None = None
@@ -76,6 +83,9 @@ class Request:
     """0 keeps every token."""
     stop: tuple[str, ...] | None = None
     """The text ends before the first of these, though it span tokens."""
+    inputs: Mapping[str, Tensor] | None = None
+    """The tensors that the task's program declares, by name: ``pixels`` of a score is uint8 RGB (F, H, W, 3), F = 1 for
+    a picture. They are read while the request runs: not to be written to before it is done."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class ResolvedRequest:
 
     request: Request
     params: Any
-    """SamplingParams of a clip, TokenParams of a text."""
+    """SamplingParams of a clip, TokenParams of a text, ScoreParams of a score."""
     negative_prompt: str
 
     @property
@@ -115,6 +125,8 @@ def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
     spec, s = denoise_spec(card, request.task), card.sampling
     if spec.kind == TEXT_LOOP:
         return _resolve_text(request, card)
+    if spec.kind == SCORE_LOOP:
+        return _resolve_score(request, card)
     ladder = spec.schedule.ladder
     values: dict[str, Any] = {
         "frames": _default(request.frames, s.frames),
@@ -183,7 +195,7 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
         found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
     if request.output not in OUTPUTS:
         found.append(f"output: got {request.output!r}, expected one of {', '.join(OUTPUTS)}")
-    found += _run_problems(request)
+    found += _run_problems(request) + input_problems(request.inputs, card.programs[request.task], request.task)
     if isinstance(request.capture, str):
         found.append(f"capture: got the string {request.capture!r}, expected a tuple of {', '.join(CAPTURES)}")
     else:
@@ -234,6 +246,7 @@ def _resolve_text(request: Request, card: ModelCard) -> ResolvedRequest:
         "seed": _default(request.seed, secrets.randbelow(2**31)),
     }
     problems = _text_problems(request, values)
+    problems += input_problems(request.inputs, card.programs[request.task], request.task)
     if problems:
         raise UserError("the request cannot run: " + "; ".join(problems))
     settled = {"temperature": float(values["temperature"]), "top_p": float(values["top_p"])}
@@ -281,6 +294,34 @@ def _message_problems(messages: Any) -> list[str]:
         for i, m in enumerate(messages)
         if not (isinstance(m, Message) and isinstance(m.role, str) and isinstance(m.content, str))
     ]
+
+
+# -- scores
+
+
+def _resolve_score(request: Request, card: ModelCard) -> ResolvedRequest:
+    score = card.sampling.score
+    if score is None:
+        raise UserError(f"card {card.name!r} has a score task, but its sampling has no score part; write one")
+    found = _foreign(request, (*(name for name in CLIP_ONLY if name != "frames"), *TEXT_ONLY, "seed"))
+    if not isinstance(request.prompt, str):
+        found.append(f"prompt: got {request.prompt!r}, expected a string")
+    frames = _default(request.frames, score.frames)
+    if frames is not None and not (_is_number(frames, numbers.Integral) and frames >= 1):
+        found.append(f"frames: got {frames!r}, expected a whole number, at least 1")
+    if request.output != "video":
+        found.append(f"output: got {request.output!r}, expected nothing (a score request gives a score)")
+    if request.capture:
+        found.append(f"capture: got {request.capture!r}, expected nothing (a score has no trajectory)")
+    found += _run_problems(request) + input_problems(request.inputs, card.programs[request.task], request.task)
+    if found:
+        raise UserError("the request cannot run: " + "; ".join(found))
+    assert request.inputs is not None
+    given = len(request.inputs["pixels"])
+    params = ScoreParams(
+        frames=given if frames is None else min(int(frames), given), rows=score.rows, divisor=score.divisor
+    )
+    return ResolvedRequest(request=request, params=params, negative_prompt="")
 
 
 # -- numbers

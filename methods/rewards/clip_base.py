@@ -1,6 +1,7 @@
 """Image-text similarity by a CLIP of transformers: what CLIPScore and PickScore share.
 
-Knows how to load a CLIP, pick frames and compare them with a prompt. Leaves model names and scales to the subclasses.
+Knows how to load a CLIP and pick frames. Leaves model names and scales to the subclasses, and what a CLIP computes to
+``cards.reward``, whose card scores requests of the engine alike.
 
 Legend: B = samples, F = frames, H, W = pixels, C = 3, N = images of one forward, D = width of the joint space.
 """
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from transformers import CLIPModel, CLIPProcessor
 
 from cards.errors import UserError, unknown_name
+from cards.reward.components import image_features, pixels, similarity, text_features, tokenize
+from loops.score import spread
 from methods.rewards.pretrained import check_model, check_processor
 from methods.rewards.reward import Reward, RewardBatch, Scores, attempt, clean
 
@@ -97,7 +100,7 @@ class ClipReward(Reward):
         distinct = sorted({prompts[row] for row in pixels_NCHW})  # a group shares its prompt: embed it once
         text_ND = self._texts(loaded, distinct)[[distinct.index(prompts[row]) for row in pixels_NCHW]]
         text_ND = text_ND.repeat_interleave(torch.tensor(counts, device=text_ND.device), dim=0)
-        logits_N = loaded.clip.logit_scale.float().exp() * (image_ND * text_ND).sum(-1)
+        logits_N = similarity(loaded.clip, image_ND, text_ND)
         values[list(pixels_NCHW)] = [float(own.double().mean()) for own in logits_N.cpu().split(counts)]
         return Scores(values=clean(values / self.divisor), reasons=reasons)
 
@@ -130,37 +133,20 @@ class ClipReward(Reward):
             )
         if not isinstance(prompt, str):
             raise ValueError(f"got a prompt of type {type(prompt).__name__}, expected text")
-        images = [video_FHWC[i] for i in spread(len(video_FHWC), self.frames)]
-        return loaded.processor.image_processor(images=images, input_data_format="channels_last", return_tensors="pt")[
-            "pixel_values"
-        ]
+        chosen = np.ascontiguousarray(video_FHWC[spread(len(video_FHWC), self.frames)])
+        return pixels(loaded.processor, torch.from_numpy(chosen))
 
     def _images(self, loaded: _Loaded, pixels_NCHW: torch.Tensor) -> torch.Tensor:
         """Unit image embeddings, (N, D) float32."""
         chunks = pixels_NCHW.to(loaded.clip.device, loaded.clip.dtype).split(self.batch_size)
-        return _unit(torch.cat([loaded.clip.get_image_features(pixel_values=chunk).pooler_output for chunk in chunks]))
+        return torch.cat([image_features(loaded.clip, chunk) for chunk in chunks])
 
     def _texts(self, loaded: _Loaded, prompts: list[str]) -> torch.Tensor:
         """Unit text embeddings, (N, D) float32; long prompts are cut at the model's length."""
         chunks = []
         for start in range(0, len(prompts), self.batch_size):
-            tokens = loaded.processor.tokenizer(
-                prompts[start : start + self.batch_size],
-                padding=True,
-                truncation=True,
-                max_length=loaded.clip.config.text_config.max_position_embeddings,
-                return_tensors="pt",
-            ).to(loaded.clip.device)
-            chunks.append(loaded.clip.get_text_features(**tokens).pooler_output)
-        return _unit(torch.cat(chunks))
-
-
-def spread(total: int, wanted: int | None) -> list[int]:
-    """Indices of ``wanted`` frames out of ``total``: the middles of equal stretches; all of them when fewer exist."""
-    if wanted is None or wanted >= total:
-        return list(range(total))
-    return [int((i + 0.5) * total / wanted) for i in range(wanted)]
-
-
-def _unit(features_ND: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(features_ND.float(), dim=-1)
+            length = loaded.clip.config.text_config.max_position_embeddings
+            tokens = tokenize(loaded.processor, prompts[start : start + self.batch_size], length)
+            ids_NL, mask_NL = (tokens[name].to(loaded.clip.device) for name in ("ids", "mask"))
+            chunks.append(text_features(loaded.clip, ids_NL, mask_NL))
+        return torch.cat(chunks)

@@ -12,44 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import CLIPModel, CLIPProcessor
 
 from cards.errors import UserError
-from methods.rewards.clip_base import spread
 from methods.rewards.clip_score import CLIPScore
 from methods.rewards.pick_score import PickScore
 from methods.rewards.reward import RewardBatch
+from tests.support.tiny_clip import TEXT_LENGTH, save_tiny_clip
 
 ROOT = Path(__file__).parents[2]
-TEXT_LENGTH = 12  # tokens, start and end included
 PROMPTS = ["a red cube", "blue", "a red cube", "a much longer prompt than the text model can hold"]
 
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("clip")
-    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=TEXT_LENGTH)
-    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config={
-            **sizes,
-            "vocab_size": len(words),
-            "max_position_embeddings": TEXT_LENGTH,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 1,
-        },
-        vision_config={**sizes, "image_size": 16, "patch_size": 8},
-        projection_dim=8,
-        logit_scale_init_value=3.1,
-    )
-    torch.manual_seed(0)
-    CLIPModel(config).save_pretrained(folder)
-    CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
-    return folder
+    return save_tiny_clip(tmp_path_factory.mktemp("clip"))
 
 
 def _videos(count: int, frames: int = 5) -> np.ndarray:
@@ -94,13 +71,6 @@ def test_only_the_chosen_frames_count(clip_folder):
     expected = _logits(clip_folder, video[[1, 4, 7]], PROMPTS[0]).mean() / 100
     np.testing.assert_allclose(got, [expected], rtol=2e-5)
     assert abs(got[0] - _logits(clip_folder, video, PROMPTS[0]).mean() / 100) > 1e-5
-
-
-def test_spread():
-    assert spread(9, 1) == [4]
-    assert spread(81, 4) == [10, 30, 50, 70]
-    assert spread(2, 4) == [0, 1]
-    assert spread(3, None) == [0, 1, 2]
 
 
 def test_videos_of_different_sizes_and_a_broken_one(clip_folder):
