@@ -20,7 +20,7 @@ from cards.card import ModelCard
 from cards.registry import family
 from cards.source import MODULE_KINDS, check_source, load_component, needed_components
 from loops.loop import ModelCall, Profile
-from loops.registry import loop_of_kind
+from loops.registry import check_loop
 from loops.solvers import solver_class
 
 _UIDS = itertools.count()
@@ -91,7 +91,7 @@ class ModelInstance:
         card.validate()
         family(card.family)
         for loop in card.loops.values():
-            loop_of_kind(loop.kind)
+            check_loop(loop, card)
             solver_class(loop.solver)
         folder = check_source(card)
         return cls.from_folder(card, folder, device)

@@ -1,15 +1,26 @@
-"""Loop kind -> loop. Every miss lists the valid names."""
+"""Loop kind -> loop, and what its options on a card are. Every miss lists the valid names."""
 
 from __future__ import annotations
 
+from cards.card import LoopSpec, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node
 from loops.ar_decode import ARDecodeLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
 from loops.loop import Loop
+from loops.options import LoopOptions, read_options
+from loops.score import ScoreLoop
+from loops.vae_tiles import TileOptions, TilesLoop
 
-LOOPS: dict[str, Loop] = {"ar_decode": ARDecodeLoop(), "diffusion_denoise": DenoiseLoop()}
+LOOPS: dict[str, Loop] = {
+    "ar_decode": ARDecodeLoop(),
+    "diffusion_denoise": DenoiseLoop(),
+    "score": ScoreLoop(),
+    "vae_tiles": TilesLoop(),
+}
+OPTIONS: dict[str, type[LoopOptions]] = {"vae_tiles": TileOptions}
+"""Kinds that read options; the others have none."""
 
 
 def loop_of_kind(kind: str) -> Loop:
@@ -17,6 +28,12 @@ def loop_of_kind(kind: str) -> Loop:
     if kind not in LOOPS:
         raise unknown_name("loop kind", kind, LOOPS)
     return LOOPS[kind]
+
+
+def check_loop(spec: LoopSpec, card: ModelCard) -> None:
+    """Raises ``UserError`` for a kind that does not exist or options that the kind cannot run with."""
+    loop_of_kind(spec.kind)
+    read_options(OPTIONS.get(spec.kind, LoopOptions), spec, card)
 
 
 def component_loop(node: Node) -> Loop:

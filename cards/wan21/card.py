@@ -21,6 +21,7 @@ from cards.card import (
 )
 from cards.errors import unknown_name
 from cards.geometry import Geometry
+from cards.program import Program
 from cards.source import SourceError, parse_source, read_json, resolve_folder
 from cards.wan21.program import TEXT_TO_VIDEO
 
@@ -108,6 +109,24 @@ def card_from_folder(folder: Path) -> ModelCard:
     size = {12: "1.3b", 40: "14b"}.get(width, "tiny")
     card = _from_configs(source, size, _SAMPLING[size], _GUIDANCE[size])
     return card.model_copy(update={"sampling": _clip_defaults(card, size)})
+
+
+def with_vae_tiles(
+    card: ModelCard, *, tile: tuple[int, int], stride: tuple[int, int], tiles_per_step: int = 1
+) -> ModelCard:
+    """A child of the card that decodes by tiles: (height, width) in pixels, as ``loops.vae_tiles`` has them."""
+    spec = LoopSpec(
+        kind="vae_tiles",
+        unit="VAE_TILE",
+        components={"decoder": "vae"},
+        semantics="vae-tiles",
+        options={"tile": list(tile), "stride": list(stride), "tiles_per_step": tiles_per_step},
+    )
+    by_loop = {"component": None, "op": None, "loop": "decode"}
+    nodes = tuple(
+        node.model_copy(update=by_loop) if node.writes == "video" else node for node in card.programs[TASK].nodes
+    )
+    return card.derive(loops={**card.loops, "decode": spec}, programs={**card.programs, TASK: Program(nodes=nodes)})
 
 
 def _clip_defaults(card: ModelCard, size: str) -> Sampling:

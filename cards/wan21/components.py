@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
 
+from cards.errors import UserError
 from cards.wan21.padding import fold, install
 
 Tensors = Mapping[str, Tensor]
@@ -82,11 +84,33 @@ def _moments(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     return mean, inverse_std
 
 
-def decode_latents(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
-    """Video (B, 3, F, 8H, 8W) in [-1, 1] of normalised latents (B, C, T, H, W)."""
+def _denormalised(vae: Any, tensors: Tensors) -> Tensor:
+    """Latents (B, C, T, H, W) as the VAE's decoder takes them."""
     latents_BCTHW = tensors["latents"].to(vae.dtype)
     mean, inverse_std = _moments(vae, latents_BCTHW)
-    return vae.decode(latents_BCTHW / inverse_std + mean, return_dict=False)[0]
+    return latents_BCTHW / inverse_std + mean
+
+
+def decode_latents(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Video (B, 3, F, 8H, 8W) in [-1, 1] of normalised latents (B, C, T, H, W)."""
+    return vae.decode(_denormalised(vae, tensors), return_dict=False)[0]
+
+
+def decode_tile(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Video (B, 3, F, 8H, 8W), not clamped yet, of one tile (B, C, T, H, W) of normalised latents.
+
+    What ``AutoencoderKLWan.tiled_decode`` evaluates for a tile: latent frame by latent frame, with the causal features
+    of the frames before in a list of this call's own, not on the module.
+    """
+    if vae.config.patch_size is not None:
+        raise UserError(f"got a VAE with patch_size={vae.config.patch_size}, expected none; decode it untiled")
+    latents_BCTHW = _denormalised(vae, tensors)
+    features: list[Any] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    frames = [
+        vae.decoder(vae.post_quant_conv(frame), feat_cache=features, feat_idx=[0], first_chunk=k == 0)
+        for k, frame in enumerate(latents_BCTHW.split(1, dim=2))
+    ]
+    return torch.cat(frames, dim=2)
 
 
 def encode_video(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
@@ -100,6 +124,7 @@ OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Te
     ("text_encoder", "encode"): encode_text,
     ("transformer", "velocity"): predict_velocity,
     ("vae", "decode"): decode_latents,
+    ("vae", "decode_tile"): decode_tile,
     ("vae", "encode"): encode_video,
 }
 
