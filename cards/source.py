@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch import nn
 
 from cards.card import Component, ModelCard, Source
 from cards.errors import UserError
+from cards.needs import MODULE_KINDS, needed_components, optional_components
 
 BUNDLED = Path(__file__).parent
-MODULE_KINDS = ("transformer", "vae", "text_encoder", "causal_lm")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 """Names that the libraries load without a variant; an ``fp16`` file beside them is not read."""
 ALLOWED_CLASSES = {
@@ -29,9 +31,21 @@ ALLOWED_CLASSES = {
         "FlowMatchEulerDiscreteScheduler",
         "DPMSolverMultistepScheduler",
     },
-    "transformers": {"UMT5EncoderModel", "T5TokenizerFast", "T5Tokenizer", "Qwen3ForCausalLM", "Qwen2Tokenizer"},
+    "transformers": {
+        "UMT5EncoderModel",
+        "T5TokenizerFast",
+        "T5Tokenizer",
+        "Qwen3ForCausalLM",
+        "Qwen2Tokenizer",
+        "CLIPModel",
+        "CLIPProcessor",
+    },
 }
 """Classes that a card or a model_index.json may name; anything else is refused."""
+IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Either holds how images are prepared: the first as transformers 5 saves it, the second as older ones did."""
+_BUILDING = threading.RLock()
+"""One module is built at a time: the libraries switch torch's own functions over while they build one."""
 OWN_FOLDER = "."
 """Subfolder of a component that is the source's folder itself, as transformers saves a model with its tokenizer."""
 
@@ -160,7 +174,7 @@ def build_on_meta(component: Component, folder: Path | None = None) -> nn.Module
     cls = library_class(component.library, component.class_name)
     config = read_json(folder / component.subfolder / "config.json") if folder is not None else dict(component.config)
     try:
-        with init_empty_weights(include_buffers=False):
+        with _BUILDING, init_empty_weights(include_buffers=False):
             if component.library == "diffusers":
                 return cls.from_config(config)
             return cls(cls.config_class.from_dict(config))
@@ -181,7 +195,8 @@ def check_weights(component: Component, folder: Path) -> None:
     for file in weight_files(where):
         got |= tensor_shapes(file)
     missing = [name for name in expected if name not in got and tied.get(name) not in got]
-    unexpected = [name for name in got if name not in expected]
+    rebuilt = {name for name, _ in module.named_buffers()}  # older files hold some, which the library makes anew
+    unexpected = [name for name in got if name not in expected and name not in rebuilt]
     misshapen = [
         f"{name}: got {list(shape)}, expected {list(expected[name])}"
         for name, shape in got.items()
@@ -196,29 +211,43 @@ def check_weights(component: Component, folder: Path) -> None:
         raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(problems))
 
 
-def check_source(card: ModelCard, tasks: tuple[str, ...] | None = None) -> Path:
-    """Checks that the card's source is complete and fits, before any weight loads; gives its folder."""
+def check_source(card: ModelCard, tasks: Collection[str] | None = None) -> Path:
+    """Checks that the card's source is complete and fits, before any weight loads; gives its folder.
+
+    What the tasks (all by default) require must be there; what is optional for them is checked where it is there.
+    """
     folder = resolve_folder(card.source, card.root)
-    needed = needed_components(card, tasks)
-    whole = all(component.subfolder == OWN_FOLDER for component in needed.values())
+    needed, optional = needed_components(card, tasks), optional_components(card, tasks)
+    whole = all(component.subfolder == OWN_FOLDER for component in (*needed.values(), *optional.values()))
     index = {} if whole else read_json(folder / "model_index.json")
     for cid, component in needed.items():
-        library_class(component.library, component.class_name)
-        entry = _own_entry(component, folder) if component.subfolder == OWN_FOLDER else index.get(component.subfolder)
-        if not entry or entry[0] is None:
-            raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
-        if component.kind in MODULE_KINDS:
-            if entry != [component.library, component.class_name]:
-                raise SourceError(
-                    f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{component.class_name}"
-                )
-            check_weights(component, folder)
-        elif component.kind == "tokenizer":
-            if not (folder / component.subfolder / "tokenizer_config.json").is_file():
-                raise SourceError(f"missing file {folder / component.subfolder / 'tokenizer_config.json'}")
-        elif not (folder / component.subfolder / "scheduler_config.json").is_file():
-            raise SourceError(f"missing file {folder / component.subfolder / 'scheduler_config.json'}")
+        _check_component(cid, component, folder, index)
+    for cid, component in optional.items():
+        if component.subfolder == OWN_FOLDER or (index.get(component.subfolder) or [None])[0] is not None:
+            _check_component(cid, component, folder, index)
     return folder
+
+
+def _check_component(cid: str, component: Component, folder: Path, index: Mapping[str, Any]) -> None:
+    """Raises :class:`SourceError` unless the folder holds the component whole; ``index`` is its model_index.json."""
+    library_class(component.library, component.class_name)
+    entry = _own_entry(component, folder) if component.subfolder == OWN_FOLDER else index.get(component.subfolder)
+    if not entry or entry[0] is None:
+        raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
+    if component.kind in MODULE_KINDS:
+        if entry != [component.library, component.class_name]:
+            raise SourceError(
+                f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{component.class_name}"
+            )
+        check_weights(component, folder)
+    elif component.kind in ("tokenizer", "processor"):
+        where = folder / component.subfolder
+        if not (where / "tokenizer_config.json").is_file():
+            raise SourceError(f"missing file {where / 'tokenizer_config.json'}")
+        if component.kind == "processor" and not any((where / name).is_file() for name in IMAGE_PROCESSOR_FILES):
+            raise SourceError(f"{where} holds no {' or '.join(IMAGE_PROCESSOR_FILES)}")
+    elif not (folder / component.subfolder / "scheduler_config.json").is_file():
+        raise SourceError(f"missing file {folder / component.subfolder / 'scheduler_config.json'}")
 
 
 def _own_entry(component: Component, folder: Path) -> list[str]:
@@ -233,13 +262,40 @@ def _own_entry(component: Component, folder: Path) -> list[str]:
     return [component.library, str(architectures[0])]
 
 
-def needed_components(card: ModelCard, tasks: tuple[str, ...] | None = None) -> dict[str, Component]:
-    """Components that any of the tasks (all by default) requires, in the card's order."""
-    wanted = set(card.programs if tasks is None else tasks)
-    return {cid: c for cid, c in card.components.items() if not c.required_for or wanted & set(c.required_for)}
-
-
 # -- loading
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""(file name, bytes, time of its last change in ns) of each weight file."""
+
+
+def weights_stamp(component: Component, folder: Path) -> Stamp:
+    """Tells whether a component's files are still those that were checked; empty where the folder has none."""
+    where = folder / component.subfolder
+    if not where.is_dir():
+        return ()
+    stats = [(file.name, file.stat()) for file in weight_files(where)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def load_unchanged(component: Component, folder: Path, stamp: Stamp, device: torch.device | str = "cpu") -> Any:
+    """:func:`load_component` for a component whose files were stamped when they were checked.
+
+    Raises :class:`SourceError` when they are missing or are other files now: half of a model would be of other weights.
+    The global random numbers stay where they are, whenever it is called.
+    """
+    if not stamp:
+        raise SourceError(
+            f"{folder} holds no {component.subfolder!r}: the card calls it optional, but this request needs it; "
+            "add it to the folder, or ask for less"
+        )
+    if weights_stamp(component, folder) != stamp:
+        raise SourceError(
+            f"the weights in {folder / component.subfolder} changed since the model was loaded: load again"
+        )
+    # The lock first: random numbers are the process's, not the thread's.
+    with _BUILDING, torch.inference_mode(False), torch.random.fork_rng(devices=()):
+        return load_component(component, folder, device)
 
 
 def load_component(component: Component, folder: Path, device: torch.device | str = "cpu") -> Any:
@@ -250,11 +306,12 @@ def load_component(component: Component, folder: Path, device: torch.device | st
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(where)
-    if component.kind == "scheduler":
+    if component.kind in ("scheduler", "processor"):
         return cls.from_pretrained(where)
     dtype = getattr(torch, component.dtype)
     options = {"torch_dtype": dtype} if component.library == "diffusers" else {"dtype": dtype}
-    module, info = cls.from_pretrained(where, output_loading_info=True, **options)
+    with _BUILDING:
+        module, info = cls.from_pretrained(where, output_loading_info=True, **options)
     lost = [f"{key}: {sorted(info[key])[:8]}" for key in ("missing_keys", "unexpected_keys") if info.get(key)]
     if lost:
         raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(lost))

@@ -1,74 +1,43 @@
-"""ModelInstance: a card's components in memory, each with a version.
+"""ModelInstance: a card's components in memory, each with a version; those that nobody has needed yet are not there.
 
 A role of a training run is a *view*: it replaces some components and shares the rest, object for object, so a frozen
 text encoder and its cached embeddings belong to all roles. Nothing per-request is kept here.
+
+A component is built at its first use (``inference.resident``) and may be put to sleep between two uses
+(``inference.sleep``); a call on a sleeping one wakes it. Neither changes its version or a cached result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cards.card import ModelCard
+from cards.card import Component, ModelCard
+from cards.errors import UserError, unknown_name
+from cards.needs import MODULE_KINDS, Needs, needed_components, optional_components, request_needs
 from cards.registry import family
-from cards.source import MODULE_KINDS, check_source, load_component, needed_components
+from cards.source import build_on_meta, check_source, load_component, load_unchanged, weights_stamp
+from inference.resident import Once, Resident, adapter_context
+from inference.sleep import state_of
+from inference.storage import resident_bytes
 from loops.loop import ModelCall, Profile
 from loops.registry import check_loop
 from loops.solvers import solver_class
 
-_UIDS = itertools.count()
+TOKENIZER_KINDS = ("tokenizer", "processor")
+"""Kinds of what turns a request's words (and frames) into the tensors of a call."""
 
-
-@dataclass
-class Resident:
-    """A component in memory."""
-
-    module: nn.Module
-    adapter: str | None = None
-    """LoRA adapter that its calls use: a name, "" for the base with adapters off, None to leave the module alone."""
-    version: int = 0
-    """Grows with every change of the weights."""
-    uid: int = field(default_factory=lambda: next(_UIDS))
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        """The module with this resident's adapter switched on."""
-        if self.adapter is None:
-            yield self.module
-        else:
-            with adapter_context(self.module, self.adapter):
-                yield self.module
-
-
-@contextlib.contextmanager
-def adapter_context(module: nn.Module, adapter: str) -> Iterator[None]:
-    """Switches every LoRA layer of ``module`` to ``adapter`` ("" = off), and back."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    before = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in layers]
-    try:
-        for layer in layers:
-            # Set the fields, not set_adapter(): that one also flips requires_grad of the adapters.
-            layer._disable_adapters = adapter == ""
-            if adapter:
-                layer._active_adapter = [adapter]
-        yield
-    finally:
-        for layer, active, disabled in before:
-            layer._active_adapter = active
-            layer._disable_adapters = disabled
+__all__ = ["ModelInstance", "Resident", "adapter_context"]
 
 
 class ModelInstance:
-    """Loaded components of a card and the operations of its family."""
+    """Components of a card and the operations of its family. Any thread may use it."""
 
     def __init__(
         self,
@@ -77,48 +46,126 @@ class ModelInstance:
         tokenizer: Any,
         device: torch.device | str = "cpu",
     ):
+        """``tokenizer``: the object, or a :class:`Once` that makes it."""
         self.card = card
         self.residents = dict(residents)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.device = torch.device(device)
         entry = family(card.family)
         self._operations = entry.operations()
         self._prepare = entry.prepare()
 
     @classmethod
-    def load(cls, card: ModelCard, device: torch.device | str = "cpu") -> ModelInstance:
-        """Checks the card, that this release runs it, and its source; then loads what its tasks need."""
+    def load(cls, card: ModelCard, device: torch.device | str = "cpu", *, tasks: Collection[str] = ()) -> ModelInstance:
+        """Checks the card, that this release runs it, and its source, before any weight loads.
+
+        What the ``tasks`` require is built now, every other component when a request first needs it.
+        """
         card.validate()
         family(card.family)
         for loop in card.loops.values():
             check_loop(loop, card)
             solver_class(loop.solver)
+        needed_components(card, tasks)
         folder = check_source(card)
-        return cls.from_folder(card, folder, device)
+        return cls.from_folder(card, folder, device, tasks=tasks)
 
     @classmethod
-    def from_folder(cls, card: ModelCard, folder: Path, device: torch.device | str = "cpu") -> ModelInstance:
-        """Loads from a folder that was checked already."""
-        needed = needed_components(card)
-        residents = {
-            cid: Resident(load_component(component, folder, device))
-            for cid, component in needed.items()
-            if component.kind in MODULE_KINDS
-        }
-        tokenizer = next(load_component(c, folder) for c in needed.values() if c.kind == "tokenizer")
-        return cls(card, residents, tokenizer, device)
+    def from_folder(
+        cls,
+        card: ModelCard,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        *,
+        tasks: Collection[str] | None = None,
+    ) -> ModelInstance:
+        """Loads from a folder that was checked already: what the ``tasks`` (all by default) require now, the rest when
+        it is first needed."""
+        now = needed_components(card, tasks)
+        known = {**needed_components(card), **optional_components(card)}
+        residents: dict[str, Resident] = {}
+        for cid, component in card.components.items():
+            if component.kind not in MODULE_KINDS or cid not in known:
+                continue
+            if cid in now:
+                residents[cid] = Resident(load_component(component, folder, device))
+            else:
+                stamp = weights_stamp(component, folder)
+                residents[cid] = Resident(
+                    Once(partial(load_unchanged, component, folder, stamp, device)),
+                    blueprint=Once(partial(build_on_meta, component, folder)),
+                )
+        tokenizers = [c for c in known.values() if c.kind in TOKENIZER_KINDS]
+        return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device)
 
     def view(self, residents: Mapping[str, Resident], card: ModelCard | None = None) -> ModelInstance:
         """An instance that replaces these components and shares all others."""
         merged = {**self.residents, **residents}
-        return ModelInstance(self.card if card is None else card, merged, self.tokenizer, self.device)
+        return ModelInstance(self.card if card is None else card, merged, self._tokenizer, self.device)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Read at its first use; ``UserError`` where the card has none."""
+        return self._tokenizer.get() if isinstance(self._tokenizer, Once) else self._tokenizer
+
+    # -- what is in memory
+
+    def needs(self, task: str, *, guided: bool, pixels: bool) -> Needs:
+        """Nodes and components of such a request: what a runner runs and what admission counts."""
+        return request_needs(self.card, task, guided=guided, pixels=pixels)
+
+    def build(self, components: Collection[str]) -> None:
+        """Builds and wakes these components now; raises what their building raised."""
+        for component in components:
+            self.resident(component).module  # noqa: B018
+
+    def built(self, component: str) -> bool:
+        """Whether the component was ever needed."""
+        return self.resident(component).built
+
+    def sleep(self, component: str) -> None:
+        """Moves a component's weights out of the device's memory: to host memory, on a CPU to a temporary file.
+
+        Whoever shares the module shares its sleep. Versions and caches stay. A call, or :meth:`module`, wakes it, with
+        the same bits. One that is not built sleeps already. Raises ``InUse`` in the middle of a call, ``UserError`` for
+        a sharded module.
+        """
+        resident = self.resident(component)
+        if resident.built:
+            module = resident.peek()
+            state_of(module).sleep(module)
+
+    def wake(self, component: str) -> None:
+        """Brings a sleeping component back before it is needed; one that was never built stays unbuilt."""
+        resident = self.resident(component)
+        if resident.built:
+            state_of(resident.peek()).wake()
+
+    def asleep(self, component: str) -> bool:
+        resident = self.resident(component)
+        return resident.built and state_of(resident.peek()).asleep
+
+    def resident_bytes(self, component: str) -> int:
+        """Bytes of weights and buffers that the component holds in memory now; 0 while unbuilt or asleep."""
+        resident = self.resident(component)
+        return resident_bytes(resident.peek()) if resident.built else 0
+
+    def config(self, component: str) -> Any:
+        """The library's config of a component, without building or waking it; None for a module that has none."""
+        return getattr(self.resident(component).plan(), "config", None)
+
+    def resident(self, component: str) -> Resident:
+        if component not in self.residents:
+            raise unknown_name(f"component of card {self.card.name!r}", component, self.residents)
+        return self.residents[component]
 
     def module(self, component: str) -> nn.Module:
+        """The component with its weights in place."""
         return self.residents[component].module
 
     def dtype(self, component: str) -> torch.dtype:
         """dtype that the component computes in; a diffusers module may keep some parameters in float32 beside it."""
-        module = self.residents[component].module
+        module = self.residents[component].peek()
         declared = getattr(module, "dtype", None)
         return declared if isinstance(declared, torch.dtype) else next(module.parameters()).dtype
 
@@ -136,6 +183,10 @@ class ModelInstance:
 
     def tokenize(self, prompt: str, max_sequence_length: int) -> dict[str, Tensor]:
         return self._prepare["tokenize"](self.tokenizer, prompt, max_sequence_length)
+
+    def pixels(self, frames_NHWC: Tensor) -> Tensor:
+        """(N, 3, S, S) of uint8 frames, as the card's image processor prepares them."""
+        return self._prepare["pixels"](self.tokenizer, frames_NHWC)
 
     def call(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor:
         """Runs one call; with gradient only under TRAIN."""
@@ -155,3 +206,14 @@ class ModelInstance:
         if wanted == torch.float32 or self.dtype(component) != torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=wanted)
+
+
+def _tokenizer_of(card: ModelCard, tokenizers: list[Component], folder: Path) -> Callable[[], Any]:
+    """What reads the card's tokenizer, its first where it has several."""
+
+    def read() -> Any:
+        if not tokenizers:
+            raise UserError(f"card {card.name!r} has no tokenizer, which this request needs")
+        return load_component(tokenizers[0], folder)
+
+    return read
