@@ -1,6 +1,6 @@
 """Admission: what is in flight never exceeds the budget, and whoever waits is let in within a stated bound.
 
-A request is admitted as a whole (device seconds, resident bytes, cache blocks, slots, for its worst case), so it never
+A request is admitted as a whole (device seconds, resident bytes, cache bytes, slots, for its worst case), so it never
 waits for more while it holds something. Each of its steps then takes a ticket for its peak bytes and returns it right
 after. Knows amounts; knows nothing of requests, tensors or policies: the order of the line is a ``rank`` that the
 caller passes. The engine's thread owns a ledger; :meth:`Ledger.check` alone may be called from any thread.
@@ -28,7 +28,8 @@ class Demand:
     """Held from step to step: latents, conditioning, solver state."""
     peak_bytes: int = 0
     """Largest of its steps' peaks. Checked at admission, taken step by step."""
-    cache_blocks: int = 0
+    cache_bytes: int = 0
+    """Keys and values, in whole blocks."""
     slots: int = 1
     """Places in flight, or sinks of its stream."""
 
@@ -47,7 +48,7 @@ class Budget:
     resident_bytes: int | None = None
     peak_bytes: int | None = None
     """Activations of the steps that run at once."""
-    cache_blocks: int | None = None
+    cache_bytes: int | None = None
     slots: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,9 +98,9 @@ class Ticket:
     def held(self) -> Demand:
         return _demand(self._held)
 
-    def release(self, *, seconds: float = 0.0, resident_bytes: int = 0, cache_blocks: int = 0) -> None:
+    def release(self, *, seconds: float = 0.0, resident_bytes: int = 0, cache_bytes: int = 0) -> None:
         """Returns a part before the end, such as the seconds of a step that was taken; at most what is still held."""
-        part = _amounts(Demand(seconds=seconds, resident_bytes=resident_bytes, cache_blocks=cache_blocks, slots=0))
+        part = _amounts(Demand(seconds=seconds, resident_bytes=resident_bytes, cache_bytes=cache_bytes, slots=0))
         self._return(tuple(map(min, self._held, part)))
 
     def refund(self) -> None:
@@ -246,13 +247,13 @@ class Ledger:
             out.append(place)
         return out
 
-    def reserve(self, *, resident_bytes: int = 0, cache_blocks: int = 0) -> Ticket | None:
+    def reserve(self, *, resident_bytes: int = 0, cache_bytes: int = 0) -> Ticket | None:
         """Takes amounts for as long as the ticket is open, such as weights: feasibility no longer counts on them, and
         those of the line who can no longer fit fail (:meth:`ready` tells them). None when they are in use now.
 
         Raises :class:`AdmissionInfeasible` for more than the budget less what is reserved already.
         """
-        demand = Demand(resident_bytes=resident_bytes, cache_blocks=cache_blocks, slots=0)
+        demand = Demand(resident_bytes=resident_bytes, cache_bytes=cache_bytes, slots=0)
         self.check(demand)
         need = _amounts(demand)
         if not self._fits(need):

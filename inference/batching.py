@@ -5,7 +5,6 @@ A call that raises gives its exception as its outcome, so that it fails its own 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.extend.observer import Forward
 from inference.instance import ModelInstance
+from inference.timing import Span
 from loops.loop import ModelCall, Profile
 
 
@@ -31,24 +30,30 @@ Outcome = Tensor | Exception
 """What a call gave, or what it failed with."""
 
 
-Listener = Callable[[Forward], None]
-"""Hears of every forward that ended well."""
+Listener = Callable[[Job, ModelCall, Span], None]
+"""Hears of every forward that ended well: a job of it, the call (merged or not), and how long it took."""
+
+
+class PoolFault(RuntimeError):
+    """The device or the worker that runs a component is gone, and with it everything that is in flight there."""
+
+
+FATAL = (PoolFault, torch.AcceleratorError)
+"""Failures that are no request's own."""
 
 
 def _attempt(job: Job, calls: Sequence[ModelCall], listener: Listener | None) -> Outcome:
-    """One forward for all of ``calls``."""
+    """One forward for all of ``calls``; raises what is fatal for all requests alike."""
     try:
         call = calls[0] if len(calls) == 1 else ModelCall.merged(calls)
-        if listener is None:
-            return job.instance.call(call, job.profile)
-        began = time.perf_counter()
+        span = Span(job.instance.device)
         output = job.instance.call(call, job.profile)
-        if output.is_cuda:
-            torch.cuda.synchronize(output.device)
-        seconds = time.perf_counter() - began
-        shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(call.tensors.items()))
-        listener(Forward(call.component, call.method, shapes, call.rows, seconds))
+        span.stop()
+        if listener is not None:
+            listener(job, call, span)
         return output
+    except FATAL:
+        raise
     except Exception as failure:
         return failure
 

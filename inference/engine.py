@@ -1,4 +1,4 @@
-"""The engine: runs the steps of all requests' loops, one request after the other or interleaved.
+"""The engine: runs the steps of all requests' loops under one scheduler and one budget.
 
 It sees plans, never the maths; loops never see the engine. With ``batching="off"`` every call is evaluated by itself
 and N requests interleaved step by step give what they give one after the other, bit for bit. With ``"shape"`` equal
@@ -7,105 +7,64 @@ calls of different requests share a forward. Training rollouts and the server us
 
 from __future__ import annotations
 
-import itertools
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
+from inference.admission import AdmissionInfeasible, Budget, Ledger
 from inference.artifact import Artifact
-from inference.batching import Job, Outcome, evaluate_merged, evaluate_solo
+from inference.batching import Job
+from inference.books import Books
 from inference.cache.feature import FeatureCache
-from inference.cache.keys import FeatureKey, feature_key
-from inference.extend.observer import Forward, Observer, Step
+from inference.cache.manager import CacheManager
+from inference.estimate import demand_of, step_peak_bytes, step_seconds, text_width
+from inference.extend.observer import Observer
+from inference.handle import Cancelled, EngineFault, Handle
 from inference.instance import ModelInstance
+from inference.intake import Intake
 from inference.load import card_of
 from inference.request import Request, resolve
+from inference.rounds import Rounds, encode_prompts
 from inference.running import Running, StepListener
-from inference.stream import CancelScope, Event, EventStream
-from loops.loop import LoopContext, Profile, StepResult, WorkPlan
-from loops.registry import component_loop
+from inference.scheduler import Scheduler
+from inference.scheduling.policy import Entry
+from inference.stream import CancelScope
+from inference.text_kv import TextKV
+from inference.timing import Span
+from loops.loop import ModelCall
 
+__all__ = ["Cancelled", "Engine", "EngineFault", "Handle"]
+
+log = logging.getLogger("fastvideo.engine")
 BATCHING = ("off", "shape")
-POLICIES = ("fair", "fifo")
-_NUMBERS = itertools.count(1)
-
-
-class Cancelled(UserError):
-    """The request was cancelled at a step boundary."""
-
-
-class Handle:
-    """A submitted request: its progress, its events, and its result once complete."""
-
-    def __init__(self, running: Running, scope: CancelScope | None = None):
-        self.id = f"request-{next(_NUMBERS)}"
-        self._running = running
-        self._scope = CancelScope(scope)
-        self._done = threading.Event()
-        self._artifact: Artifact | None = None
-        self._stream = EventStream()
-        self._stream.put("queued", "", *self.progress)
-
-    @property
-    def seed(self) -> int:
-        return self._running.resolved.params.seed
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """(steps done, steps in all)."""
-        return self._running.steps_done, self._running.steps_total
-
-    def cancel(self) -> None:
-        """Takes effect before the request's next step."""
-        self._scope.cancel()
-
-    def events(self, timeout: float | None = None) -> Iterator[Event]:
-        """The request's events in order, from the first to its end; see :meth:`EventStream.read`."""
-        return self._stream.read(timeout)
-
-    def result(self, timeout: float | None = None) -> Artifact:
-        """Waits up to ``timeout`` seconds; raises what the request failed with."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"the request is at step {self.progress[0]} of {self.progress[1]}")
-        if self._running.failure is not None:
-            raise self._running.failure
-        assert self._artifact is not None
-        return self._artifact
-
-    def _finish(self, failure: BaseException | None) -> None:
-        try:
-            if failure is None:
-                self._artifact = self._running.artifact()
-        except Exception as error:
-            failure = error
-        self._running.failure = failure
-        if failure is None:
-            self._stream.put("completed", "", *self.progress)
-        else:
-            self._stream.put("cancelled" if isinstance(failure, Cancelled) else "failed", str(failure), *self.progress)
-        self._done.set()
 
 
 class Engine:
     """See the module's docstring.
 
+    One thread calls :meth:`tick` (or a ``run``); any thread may submit, cancel, suspend and resume.
+
     Args:
         device: where components are loaded.
         batching: ``off`` | ``shape``.
-        policy: ``fair`` gives every request in flight one step a round; ``fifo`` finishes the oldest first.
+        policy: ``fair`` shares device seconds by priority; ``fifo`` finishes the oldest first; ``deadline`` serves the
+            earliest deadline that can still be met.
+        budget: what may be in flight at once; what does not fit waits. No bounds by default.
         max_rows: rows of the largest merged forward.
         cache_bytes: bound of the feature cache.
+        kv_bytes: size of the pool of keys and values of each language model; 0 gives every text a cache of its own
+            that grows, and no two texts share a forward.
         observers: see every forward and step, in this order; a step that one refuses fails its request alone.
+        costs: folder where measured costs are kept from run to run, one file a card and device.
     """
 
     def __init__(
@@ -113,24 +72,35 @@ class Engine:
         device: torch.device | str = "cpu",
         *,
         batching: Literal["off", "shape"] = "off",
-        policy: Literal["fair", "fifo"] = "fair",
+        policy: Literal["fair", "fifo", "deadline"] = "fair",
+        budget: Budget | None = None,
         max_rows: int = 32,
         cache_bytes: int = 256 * 2**20,
+        kv_bytes: int = 0,
         observers: Sequence[Observer] = (),
+        costs: Path | None = None,
     ):
         if batching not in BATCHING:
             raise unknown_name("batching", batching, BATCHING)
-        if policy not in POLICIES:
-            raise unknown_name("policy", policy, POLICIES)
         self.device = torch.device(device)
         self.batching = batching
-        self.policy = policy
-        self.max_rows = max_rows
-        self.features = FeatureCache(cache_bytes)
-        self.observers = tuple(observers)
+        self.scheduler = Scheduler(policy)
+        budget = Budget() if budget is None else budget
+        if kv_bytes and budget.cache_bytes is None:
+            budget = replace(budget, cache_bytes=kv_bytes)
+        self.ledger = Ledger(budget)
+        self.caches = CacheManager(cache_bytes)
+        self.books = Books(self.device, costs)
+        self.round_lock = threading.RLock()
+        """Held while a round runs: who holds it sees no step under way."""
+        self._intake = Intake(self.ledger, self.scheduler)
+        self._rounds = Rounds(self.caches.features, observers, max_rows, self._finish, self._measured)
+        self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
         self._default: ModelInstance | None = None
-        self._in_flight: list[Handle] = []
-        self._lock = threading.Lock()
+
+    @property
+    def features(self) -> FeatureCache:
+        return self.caches.features
 
     def load(self, card: ModelCard | str | Path) -> ModelInstance:
         """Loads a card, or a folder that is an export or a plain diffusers folder; the first is the default model."""
@@ -144,7 +114,7 @@ class Engine:
         self._default = instance
         return instance
 
-    # -- running requests
+    # -- submitting, from any thread
 
     def submit(
         self,
@@ -153,11 +123,145 @@ class Engine:
         listener: StepListener | None = None,
         scope: CancelScope | None = None,
     ) -> Handle:
-        """Checks the request and takes it in; :meth:`tick` moves it."""
+        """Checks the request and takes it in; :meth:`tick` moves it.
+
+        Raises ``UserError`` for a request that is not valid, and ``AdmissionInfeasible`` for one that can never fit.
+        """
         handle = self._open(request, instance, listener, scope)
-        with self._lock:
-            self._in_flight.append(handle)
+        self._intake.put(handle)
         return handle
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until something was submitted, cancelled, suspended or resumed; False when ``timeout`` passed first."""
+        return self._intake.arrived.wait(timeout)
+
+    def wake(self) -> None:
+        """Ends a :meth:`wait`."""
+        self._intake.arrived.set()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(requests in flight, requests that wait for admission)."""
+        return len(self._intake.in_flight), self._intake.waiting
+
+    # -- one request, or several, that only the caller moves
+
+    def run(self, request: Request, instance: ModelInstance | None = None) -> Artifact:
+        """One request to its end."""
+        return self.run_serial([request], instance)[0]
+
+    def run_serial(self, requests: Sequence[Request], instance: ModelInstance | None = None) -> list[Artifact]:
+        """One request after the other, never batched: what interleaving is measured against."""
+        results = []
+        for request in requests:
+            handle = self._open(request, instance, None)
+            self._run_together([handle], "off")
+            results.append(handle.result())
+        return results
+
+    def run_interleaved(
+        self,
+        requests: Sequence[Request],
+        instance: ModelInstance | None = None,
+        listener: StepListener | None = None,
+    ) -> list[Artifact]:
+        """All requests together, one step each a round, batched as the engine is set."""
+        handles = [self._open(request, instance, listener) for request in requests]
+        self._run_together(handles, self.batching)
+        return [handle.result() for handle in handles]
+
+    def encode(self, prompts: Sequence[str], instance: ModelInstance) -> list[Tensor]:
+        """Text features (1, L, D) of prompts, as a request's own encode step gives them, through the same cache."""
+        with self.round_lock:
+            return encode_prompts(self._rounds, prompts, instance, self.batching)
+
+    def _run_together(self, handles: Sequence[Handle], batching: str) -> None:
+        """These requests alone, a step each a round, past the line and the budget."""
+        try:
+            while pending := [handle for handle in handles if not handle.done]:
+                with self.round_lock:
+                    self._rounds.step([handle for handle in pending if self._rounds.plan(handle)], batching)
+        except BaseException as fault:
+            self._lose([handle for handle in handles if not handle.done], fault)
+            raise
+
+    # -- the engine's thread
+
+    def tick(self) -> bool:
+        """Admits whoever may go, then one round over the requests in flight by the engine's policy.
+
+        False when there was nothing to do. A fault that is no request's own fails everything in flight with
+        ``EngineFault``, empties the caches, and the engine goes on with those that wait.
+        """
+        with self.round_lock:
+            for handle, failure in self._intake.settle():
+                self._finish(handle, failure)
+            if not self._intake.in_flight:
+                return False
+            try:
+                self._round()
+            except Exception as fault:
+                log.exception("a round failed; everything in flight is lost")
+                self._lose(list(self._intake.in_flight), fault)
+                self.caches.features.clear()
+            return True
+
+    def _round(self) -> None:
+        ready = {h.id: h for h in list(self._intake.in_flight) if self._rounds.plan(h)}
+        if not ready:
+            return
+        entries = [self._entry(handle) for handle in ready.values()]
+        chosen, tickets = [], []
+        try:
+            for entry in self.scheduler.select(entries, time.monotonic()):
+                handle = ready[entry.id]
+                try:
+                    ticket = self.ledger.step(self._peak_bytes(handle))
+                except AdmissionInfeasible as failure:
+                    self._finish(handle, failure)
+                    continue
+                if ticket is not None:  # else its turn comes when the steps of this round are over
+                    tickets.append(ticket)
+                    chosen.append(entry)
+            self._rounds.step([ready[entry.id] for entry in chosen], self.batching)
+        finally:
+            for ticket in tickets:
+                ticket.refund()
+        for entry in chosen:
+            self.scheduler.served(entry)
+            handle = ready[entry.id]
+            handle._spent += entry.step_seconds
+            if handle._ticket is not None:
+                handle._ticket.release(seconds=entry.step_seconds)
+
+    def _entry(self, handle: Handle) -> Entry:
+        running = handle._running
+        plan, instance, request = running.plan(), running.instance, running.resolved.request
+        assert plan is not None
+        seconds = max(step_seconds(plan, instance.card, self.books.of(instance.card)), 1e-9)
+        group = None
+        if self.batching == "shape" and plan.calls:
+            resident = instance.residents.get(plan.calls[0].component)
+            group = (None if resident is None else resident.uid, request.profile, plan.calls[0].merge_key())
+        return Entry(
+            id=handle.id,
+            arrival=handle.arrival,
+            step_seconds=seconds,
+            remaining_seconds=max(seconds, handle.demand.seconds - handle._spent),
+            priority=request.priority,
+            deadline=None if request.deadline is None else handle.arrival + request.deadline,
+            group=group,
+        )
+
+    def _peak_bytes(self, handle: Handle) -> int:
+        plan = handle._running.plan()
+        assert plan is not None
+        return step_peak_bytes(plan, handle._running.instance.card)
+
+    def _measured(self, job: Job, call: ModelCall, span: Span) -> None:
+        self.books.observe(job.instance.card, call, span.seconds)
+
+    # -- requests begin and end
 
     def _open(
         self,
@@ -170,169 +274,65 @@ class Engine:
         target = instance if instance is not None else self._default
         if target is None:
             raise UserError("the engine has no model: call engine.load(card or folder) first")
-        return Handle(Running(resolve(request, target.card), target, listener), scope)
-
-    def run(self, request: Request, instance: ModelInstance | None = None) -> Artifact:
-        """One request to its end."""
-        return self.run_serial([request], instance)[0]
-
-    def run_serial(self, requests: Sequence[Request], instance: ModelInstance | None = None) -> list[Artifact]:
-        """One request after the other, never batched: what interleaving is measured against."""
-        results = []
-        for request in requests:
-            handle = self._open(request, instance, None)
-            while not handle.done:
-                self._step([handle], "off")
-            results.append(handle.result())
-        return results
-
-    def run_interleaved(
-        self,
-        requests: Sequence[Request],
-        instance: ModelInstance | None = None,
-        listener: StepListener | None = None,
-    ) -> list[Artifact]:
-        """All requests together, one step each a round, batched as the engine is set."""
-        handles = [self._open(request, instance, listener) for request in requests]
-        while pending := [handle for handle in handles if not handle.done]:
-            self._step(pending, self.batching)
-        return [handle.result() for handle in handles]
-
-    def encode(self, prompts: Sequence[str], instance: ModelInstance) -> list[Tensor]:
-        """Text features (1, L, D) of prompts, as a request's own encode step gives them, through the same cache."""
-        program = next(iter(instance.card.programs.values()))
-        node = next(node for node in program.nodes if node.op == "encode" and "prompt" in node.reads)
-        loop = component_loop(node)
-        features: list[Tensor | None] = []
-        missing: list[tuple[int, FeatureKey, Job]] = []
-        for prompt in prompts:
-            ctx = LoopContext(spec=None, slots={"prompt": prompt})
-            plan = loop.next(loop.init(None, instance, ctx))
-            assert isinstance(plan, WorkPlan) and plan.cache_key is not None
-            key = feature_key(instance, plan.cache_key)
-            found = self.features.get(key)
-            if found is None:
-                missing.append((len(features), key, Job(instance, plan.calls[0], Profile.SERVE)))
-            features.append(found)
-        jobs = [job for _, _, job in missing]
-        outcomes = self._evaluate(jobs, self.batching)
-        for (index, key, _), output in zip(missing, _outputs(outcomes), strict=True):
-            self.features.put(key, output)
-            features[index] = output
-        return [feature for feature in features if feature is not None]
-
-    def tick(self) -> bool:
-        """One round over the requests in flight by the engine's policy; False when there was nothing to do."""
-        with self._lock:
-            pending = [handle for handle in self._in_flight if not handle.done]
-        if not pending:
-            return False
-        self._step(pending if self.policy == "fair" else pending[:1], self.batching)
-        return True
-
-    # -- one round
-
-    def _step(self, handles: Sequence[Handle], batching: str) -> None:
-        """One step of each handle; a request that fails takes no other with it unless they shared its forward."""
-        planned = [handle for handle in handles if self._plan(handle)]
-        jobs: list[Job] = []
-        owners: list[tuple[Handle, int, int]] = []
-        leaders: dict[FeatureKey, int] = {}
-        followers: list[tuple[Handle, int]] = []
-        keys: dict[int, FeatureKey] = {}
-        for handle in planned:
-            running = handle._running
-            plan = running.plan()
-            assert plan is not None
-            if plan.cache_key is not None:
-                key = feature_key(running.instance, plan.cache_key)
-                if key in leaders:
-                    followers.append((handle, leaders[key]))
-                    continue
-                leaders[key] = len(owners)
-                keys[len(owners)] = key
-            first = len(jobs)
-            jobs += [Job(running.instance, call, running.resolved.request.profile) for call in plan.calls]
-            owners.append((handle, first, len(jobs)))
-        outcomes = self._evaluate(jobs, batching)
-        for index, (handle, first, last) in enumerate(owners):
-            advanced = self._advance(handle, outcomes[first:last])
-            if advanced and index in keys:
-                self._keep(keys[index], outcomes[first])
-        for handle, leader in followers:
-            first = owners[leader][1]
-            self._advance(handle, outcomes[first : first + 1])
-
-    def _evaluate(self, jobs: Sequence[Job], batching: str) -> list[Outcome]:
-        listener = self._tell if self.observers else None
-        if batching == "shape":
-            return evaluate_merged(jobs, self.max_rows, listener)
-        return evaluate_solo(jobs, listener)
-
-    def _tell(self, forward: Forward) -> None:
-        for observer in self.observers:
-            observer.on_forward(forward)
-
-    def _keep(self, key: FeatureKey, outcome: Outcome) -> None:
-        """Caches a result that outlives its step: not a tensor that holds a graph."""
-        if isinstance(outcome, Tensor) and not outcome.requires_grad:
-            self.features.put(key, outcome)
-
-    def _plan(self, handle: Handle) -> bool:
-        """True when the handle has a step to evaluate; serves cached steps, completes and fails it as it goes."""
-        if handle._scope.cancelled:
-            self._finish(handle, Cancelled("the request was cancelled"))
-            return False
-        running = handle._running
-        try:
-            while (plan := running.plan()) is not None:
-                if plan.cache_key is None:
-                    return True
-                cached: Tensor | None = self.features.get(feature_key(running.instance, plan.cache_key))
-                if cached is None:
-                    return True
-                self._take(handle, (cached,), cached=True)
-        except Exception as failure:
-            self._finish(handle, failure)
-            return False
-        self._finish(handle, None)
-        return False
-
-    def _advance(self, handle: Handle, outcomes: Sequence[Outcome]) -> bool:
-        """The loop takes the results of its step; False when the request failed over it."""
-        try:
-            self._take(handle, _outputs(outcomes), cached=False)
-            if handle._running.plan() is None:
-                self._finish(handle, None)
-        except Exception as failure:
-            self._finish(handle, failure)
-            return False
-        return True
-
-    def _take(self, handle: Handle, outputs: tuple[Tensor, ...], *, cached: bool) -> None:
-        running = handle._running
-        plan = running.plan()
-        assert plan is not None
-        step = Step(handle.id, running.resolved, plan, running.steps_done, outputs, cached)
-        for observer in self.observers:
-            observer.on_step(step)
-        running.advance(StepResult(outputs))
-        handle._stream.put("step", plan.label, *handle.progress)
+        resolved = resolve(request, target.card)
+        running = Running(resolved, target, listener, self._texts.source(target))
+        demand = demand_of(
+            resolved,
+            running.nodes,
+            target.card,
+            self.books.of(target.card),
+            text_width=text_width(target),
+            cache_bytes=self._texts.bytes_of(resolved, running.nodes, target),
+        )
+        return Handle(running, demand, scope, self._intake.change)
 
     def _finish(self, handle: Handle, failure: BaseException | None) -> None:
+        kv = handle._running.kv
         handle._finish(failure)
-        for observer in self.observers:
+        self._texts.close(kv)
+        self._intake.drop(handle)
+        for observer in self._rounds.observers:
             observer.on_finish(handle.id, handle._running.failure)
-        with self._lock:
-            if handle in self._in_flight:
-                self._in_flight.remove(handle)
 
+    def _lose(self, handles: Sequence[Handle], fault: BaseException) -> None:
+        for handle in handles:
+            failure = EngineFault(f"the engine failed while the request was in flight: {fault}")
+            failure.__cause__ = fault
+            self._finish(handle, failure)
 
-def _outputs(outcomes: Sequence[Outcome]) -> tuple[Tensor, ...]:
-    """The tensors; raises the first failure among them."""
-    tensors = []
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-        tensors.append(outcome)
-    return tuple(tensors)
+    # -- between rounds
+
+    def hold(self) -> None:
+        """Nobody is admitted until :meth:`release`; requests in flight go on."""
+        self._intake.held = True
+
+    def release(self) -> None:
+        """Inverse of :meth:`hold`."""
+        self._intake.held = False
+        self._intake.arrived.set()
+
+    def in_flight(self, instance: ModelInstance | None = None) -> list[Handle]:
+        """Requests between admission and their end, suspended or not; with ``instance``, those that share a module."""
+        handles = [*self._intake.in_flight, *self._intake.resting]
+        if instance is None:
+            return handles
+        uids = {resident.uid for resident in instance.residents.values()}
+        return [h for h in handles if uids & {resident.uid for resident in h._running.instance.residents.values()}]
+
+    def figures(self) -> dict[str, Any]:
+        """What the engine holds and costs, ready for JSON: counts, the ledger, the caches, the routing figures."""
+        running, waiting = self.counts
+        used = self.ledger.used
+        return {
+            "running": running,
+            "waiting": waiting,
+            "suspended": len(self._intake.resting),
+            "tickets": self.ledger.tickets,
+            "in_use": vars(used),
+            "caches": vars(self.caches.stats()),
+            "costs": self.books.figures(),
+        }
+
+    def close(self) -> None:
+        """Keeps what was measured, where the engine was given a folder for it."""
+        self.books.save()

@@ -6,21 +6,38 @@ One object a request; nothing here knows of other requests or of scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cards.program import active_nodes
 from inference.artifact import Artifact, Provenance
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
 from loops.ar_decode import Completion
+from loops.component import tensors_digest
 from loops.loop import BehaviourRecord, Done, KVSource, Loop, LoopContext, LoopState, StepResult, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
 StepListener = Callable[[str, int, int], None]
 """(label, steps done, steps in all) after every step."""
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """A request between :meth:`Running.suspend` and :meth:`Running.resume`."""
+
+    state: bytes | None
+    plugins: dict[tuple[str, str], Any]
+    shared: Mapping[str, Any]
+    slots: dict[str, Any]
+
+
+def _moved(slots: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in slots.items()}
 
 
 class Running:
@@ -45,6 +62,7 @@ class Running:
         self.slots: dict[str, Any] = {
             "prompt": resolved.prompt,
             "negative_prompt": resolved.negative_prompt,
+            **({} if resolved.request.inputs is None else resolved.request.inputs),
         }
         self.steps_done = 0
         self.steps_total = resolved.params.steps + sum(node.loop is None for node in self.nodes)
@@ -54,6 +72,7 @@ class Running:
         self._loop: Loop | None = None
         self._state: LoopState | None = None
         self._plan: WorkPlan | None = None
+        self._rest: _Rest | None = None
 
     def plan(self) -> WorkPlan | None:
         """The next step, the same until ``advance``; None when the request is complete."""
@@ -96,13 +115,42 @@ class Running:
         if self.listener is not None:
             self.listener(label, self.steps_done, self.steps_total)
 
+    @property
+    def resting(self) -> bool:
+        return self._rest is not None
+
+    def suspend(self) -> None:
+        """Moves the loop's state and the slots to host memory; nothing but :meth:`resume` may follow."""
+        state = self._state
+        plugins = {} if state is None else state.plugins
+        shared = {} if state is None else state.shared
+        kept = None if state is None else replace(state, plugins={}).save()
+        self._rest = _Rest(kept, plugins, shared, _moved(self.slots, "cpu"))
+        self._state, self._plan, self.slots = None, None, {}
+
+    def resume(self) -> None:
+        """Inverse of :meth:`suspend`."""
+        assert self._rest is not None
+        rest, self._rest = self._rest, None
+        self.slots = _moved(rest.slots, self.instance.device)
+        if rest.state is not None:
+            state = LoopState.resume(rest.state, rest.shared)
+            self._state = replace(state, plugins=rest.plugins)
+
+    def end(self, failure: BaseException | None) -> None:
+        """The request is over; what it held is let go."""
+        self.failure = failure
+        self._loop = self._state = self._plan = self._rest = None
+        self.slots = {}
+
     def artifact(self) -> Artifact:
         """The result of a complete request."""
         r = self.resolved
+        inputs = {} if r.request.inputs is None else r.request.inputs
         video, completion = self.slots.get("video"), self.slots.get("completion")
         assert completion is None or isinstance(completion, Completion)
         return Artifact(
-            latents=self.slots["latents"][0] if completion is None else torch.empty(0),
+            latents=self.slots["latents"][0] if "latents" in self.slots else torch.empty(0),
             video=None if video is None else video[0],
             fps=self.instance.card.sampling.fps,
             provenance=Provenance(
@@ -111,7 +159,9 @@ class Running:
                 prompt=r.request.prompt,
                 negative_prompt=r.negative_prompt,
                 params=r.params,
+                inputs={name: tensors_digest({name: t}) for name, t in inputs.items()},
             ),
             behaviour=self.behaviour,
             completion=completion,
+            score=self.slots.get("score"),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,11 +74,41 @@ class CancelScope:
     def __init__(self, parent: CancelScope | None = None):
         self.parent = parent
         self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._hears: dict[Callable[[], None], None] = {}
 
     def cancel(self) -> None:
         """Again is no harm."""
-        self._cancelled.set()
+        with self._lock:
+            self._cancelled.set()
+            hears, self._hears = self._hears, {}
+        for call in hears:
+            call()
 
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set() or (self.parent is not None and self.parent.cancelled)
+
+    def on_cancel(self, call: Callable[[], None]) -> None:
+        """``call`` is called on the thread that cancels this scope or one around it; at once when that was."""
+        if self.parent is not None:
+            self.parent.on_cancel(call)
+        with self._lock:
+            if not self._cancelled.is_set():
+                self._hears[call] = None
+                return
+        call()
+
+    def close(self) -> None:
+        """Its requests are over: scopes around it forget what it asked to hear."""
+        with self._lock:
+            hears, self._hears = self._hears, {}
+        scope = self.parent
+        while scope is not None:
+            scope._forget(hears)
+            scope = scope.parent
+
+    def _forget(self, calls: Iterable[Callable[[], None]]) -> None:
+        with self._lock:
+            for call in calls:
+                self._hears.pop(call, None)

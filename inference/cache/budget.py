@@ -48,6 +48,10 @@ class ByteBudget:
             )
         self.used_bytes += size_bytes
 
+    def grow(self, size_bytes: int) -> None:
+        """More memory is there to be taken."""
+        self.capacity_bytes += size_bytes
+
     def release(self, size_bytes: int) -> None:
         assert 0 <= size_bytes <= self.used_bytes, (size_bytes, self.used_bytes)
         self.used_bytes -= size_bytes

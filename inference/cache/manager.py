@@ -121,6 +121,17 @@ class CacheManager:
             raise UserError(f"paged KV pool {name!r}: got {spec}, expected {pool.spec}, as it was made")
         return pool
 
+    def own_pool(self, name: Hashable, spec: PagedSpec) -> PagedPool:
+        """:meth:`paged_pool` in memory beside that of all other caches, which makes room for it."""
+        if name not in self._pools:
+            self.budget.grow(spec.pool_bytes)
+        return self.paged_pool(name, spec)
+
+    def close_pools(self, namespace: Hashable) -> None:
+        """Frees the entries of a namespace in every pool."""
+        for pool in self._pools.values():
+            pool.close(namespace)
+
     def drop_pool(self, name: Hashable) -> None:
         """Gives a pool's memory back, for a model that is unloaded; refused while an entry is open."""
         if name not in self._pools:

@@ -42,12 +42,12 @@ def test_what_can_never_fit_fails_at_once_with_the_figures() -> None:
 
 
 def test_exactly_the_budget_fits() -> None:
-    ledger = Ledger(Budget(seconds=0.3, resident_bytes=10, cache_blocks=3, slots=1))
-    admitted(ledger.admit(Demand(seconds=0.1 + 0.2, resident_bytes=10, cache_blocks=3)))
+    ledger = Ledger(Budget(seconds=0.3, resident_bytes=10, cache_bytes=3, slots=1))
+    admitted(ledger.admit(Demand(seconds=0.1 + 0.2, resident_bytes=10, cache_bytes=3)))
     in_line(ledger.admit(Demand()))
 
 
-@pytest.mark.parametrize(("kind", "need"), [("seconds", 6.0), ("resident_bytes", 6), ("cache_blocks", 6), ("slots", 6)])
+@pytest.mark.parametrize(("kind", "need"), [("seconds", 6.0), ("resident_bytes", 6), ("cache_bytes", 6), ("slots", 6)])
 def test_every_kind_is_counted(kind: str, need: float) -> None:
     ledger = Ledger(Budget(**{kind: 10}))
     demand = Demand(**{"slots": 0, kind: need})
@@ -80,7 +80,7 @@ def test_a_part_can_be_released_early_and_never_more_than_is_held() -> None:
     ticket.release(seconds=1.0, resident_bytes=4)
     assert ticket.held == Demand(seconds=4.0, resident_bytes=5)
     assert ledger.ready() == [waiting]
-    ticket.release(seconds=100.0, resident_bytes=100, cache_blocks=100)
+    ticket.release(seconds=100.0, resident_bytes=100, cache_bytes=100)
     assert ticket.held == Demand()
     ticket.refund()
     assert ledger.used == Demand(seconds=6.0)
@@ -214,13 +214,13 @@ def test_amounts_that_are_none_are_refused(wrong: dict[str, float]) -> None:
 
 # -- invariants
 
-BUDGET = Budget(seconds=2.0, resident_bytes=20, peak_bytes=8, cache_blocks=6, slots=4)
+BUDGET = Budget(seconds=2.0, resident_bytes=20, peak_bytes=8, cache_bytes=6, slots=4)
 DEMANDS = st.builds(
     Demand,
     seconds=st.sampled_from([0.0, 0.1, 0.7, 2.0, 2.1]),
     resident_bytes=st.integers(0, 21),
     peak_bytes=st.integers(0, 9),
-    cache_blocks=st.integers(0, 7),
+    cache_bytes=st.integers(0, 7),
     slots=st.integers(0, 2),
 )
 
@@ -246,7 +246,7 @@ class Ledgers(RuleBasedStateMachine):
         self.held[ticket] = Demand(
             seconds=demand.seconds,
             resident_bytes=demand.resident_bytes,
-            cache_blocks=demand.cache_blocks,
+            cache_bytes=demand.cache_bytes,
             slots=demand.slots,
         )
 
@@ -409,7 +409,7 @@ def test_everybody_finishes_or_fails(seed: int, count: int, max_bypass: int) -> 
                 seconds=rng.uniform(0, 2.1),
                 resident_bytes=rng.randint(0, 21),
                 peak_bytes=rng.randint(0, 9),
-                cache_blocks=rng.randint(0, 6),
+                cache_bytes=rng.randint(0, 6),
             )
             try:
                 place = ledger.admit(demand, (rng.random(),))

@@ -12,8 +12,9 @@ import torch
 from cards.card import ModelCard
 from cards.errors import UserError
 from inference.artifact import Artifact
-from inference.cache.paged import PagedEntry, PagedPool
-from inference.cache.paged_transformers import PagedCache, paged_spec
+from inference.cache.paged import PagedPool
+from inference.cache.paged_source import PagedSource
+from inference.cache.paged_transformers import paged_spec
 from inference.engine import Cancelled, Engine
 from inference.instance import ModelInstance
 from inference.load import card_of
@@ -131,7 +132,7 @@ def test_one_that_fails_or_is_cancelled_takes_no_other_with_it(lm: ModelInstance
     too_long = engine.submit(replace(TEXT, max_tokens=10_000), lm)
     cancelled = engine.submit(TEXTS[1], lm)
     kept, clip = engine.submit(TEXTS[2], lm), engine.submit(CLIP, wan)
-    for _ in range(3):
+    while cancelled.progress[0] < 3:
         engine.tick()
     cancelled.cancel()
     while engine.tick():
@@ -250,39 +251,8 @@ def test_a_task_that_the_card_does_not_have_lists_those_it_has(card: ModelCard) 
 # -- KV from a pool of pages: requests of different lengths in one forward
 
 
-class PagedKV:
-    """One request's entry of a paged pool, as the loop and the operation see it."""
-
-    def __init__(self, pool: PagedPool, entry: PagedEntry):
-        self.pool = pool
-        self.entry = entry
-        self.cache = PagedCache(pool, [entry])
-
-    @property
-    def length(self) -> int:
-        return self.entry.length
-
-    @property
-    def batch_key(self) -> int:
-        return id(self.pool)
-
-    def together(self, handles: tuple[PagedKV, ...]) -> PagedCache:
-        return PagedCache(self.pool, [handle.entry for handle in handles])
-
-    def record(self, token_ids: tuple[int, ...]) -> None:
-        self.pool.record(self.entry, token_ids)
-
-
-class PagedSource:
-    """Opens one request's entries."""
-
-    def __init__(self, pool: PagedPool, namespace: str, root: str | None):
-        self.pool = pool
-        self.namespace = namespace
-        self.root = root
-
-    def open(self, component: str, token_ids: tuple[int, ...]) -> PagedKV:
-        return PagedKV(self.pool, self.pool.open(self.namespace, "main", token_ids, root=self.root))
+def source(pool: PagedPool, namespace: str, root: str | None) -> PagedSource:
+    return PagedSource(namespace, lambda component: (pool, root))
 
 
 LENGTHS = ("a", "abc end", "the quick brown fox jumps", "x" * 60)
@@ -316,7 +286,7 @@ def run_together(lm: ModelInstance, requests: list[Running]) -> list[int]:
 
 def test_paged_requests_are_growing_ones_to_the_bit(lm: ModelInstance, pool: PagedPool) -> None:
     for i, prompt in enumerate(LENGTHS):
-        ours, theirs = running(lm, prompt, PagedSource(pool, f"r{i}", None)), running(lm, prompt, None)
+        ours, theirs = running(lm, prompt, source(pool, f"r{i}", None)), running(lm, prompt, None)
         for one in (ours, theirs):
             run_together(lm, [one])
         assert same(ours.artifact(), theirs.artifact())
@@ -326,9 +296,7 @@ def test_paged_requests_are_growing_ones_to_the_bit(lm: ModelInstance, pool: Pag
 
 def test_requests_of_different_lengths_share_every_token_forward(lm: ModelInstance, pool: PagedPool) -> None:
     """Log-probs of the merged run against each alone: float32 forwards of other shapes."""
-    together = [
-        running(lm, prompt, PagedSource(pool, f"r{i}", None), tokens=8 + 2 * i) for i, prompt in enumerate(LENGTHS)
-    ]
+    together = [running(lm, prompt, source(pool, f"r{i}", None), tokens=8 + 2 * i) for i, prompt in enumerate(LENGTHS)]
     rows = run_together(lm, together)
     assert rows == [1] * 4 + [4] * 7 + [3] * 2 + [2] * 2 + [1] * 2
     worst = 0.0
@@ -345,12 +313,12 @@ def test_requests_of_different_lengths_share_every_token_forward(lm: ModelInstan
 
 
 def test_a_second_turn_prefills_only_what_the_first_did_not_say(lm: ModelInstance, pool: PagedPool) -> None:
-    first = running(lm, LENGTHS[2], PagedSource(pool, "first", "weights v0"))
+    first = running(lm, LENGTHS[2], source(pool, "first", "weights v0"))
     run_together(lm, [first])
     completion = first.artifact().completion
     assert completion is not None
     said = lm.tokenizer(LENGTHS[2]).input_ids + list(completion.token_ids)
-    kv = PagedSource(pool, "second", "weights v0").open("lm", (*said, 5, 6, 7))
+    kv = source(pool, "second", "weights v0").open("lm", (*said, 5, 6, 7))
     # The last token that was said was never fed, so it is not held.
     assert kv.length == (len(said) - 1) // pool.spec.block_tokens * pool.spec.block_tokens
     assert kv.length > len(lm.tokenizer(LENGTHS[2]).input_ids)
@@ -359,7 +327,7 @@ def test_a_second_turn_prefills_only_what_the_first_did_not_say(lm: ModelInstanc
 def test_a_merged_forward_that_fails_leaves_every_row_as_it_was(lm: ModelInstance) -> None:
     """The pool runs out of blocks for the second row: the first row's new token is taken back too."""
     small = PagedPool(paged_spec(lm.module("lm").config, blocks=2, block_tokens=8))  # type: ignore[arg-type]
-    pair = [running(lm, prompt, PagedSource(small, name, None)) for prompt, name in (("x" * 3, "a"), ("y" * 8, "b"))]
+    pair = [running(lm, prompt, source(small, name, None)) for prompt, name in (("x" * 3, "a"), ("y" * 8, "b"))]
     plans = []
     for r in pair:
         plan = r.plan()

@@ -1,0 +1,133 @@
+"""What a request will need, before any of its tensors exists: device seconds, bytes, cache blocks.
+
+Reads the card, the resolved request and the cost figures; runs nothing. Worst case: the admission of a whole request
+rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cards.card import CostModel, LoopSpec, ModelCard
+from cards.program import Node
+from inference.admission import Demand
+from inference.cost import CostBook, Workload, workload_of
+from inference.instance import ModelInstance
+from inference.request import ResolvedRequest
+from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
+
+FLOAT_BYTES = 4
+TEXT_WIDTH = 4096
+CLIPS_HELD = 6
+"""Clips of latents that a request holds at most: its own, the solver's last outputs and sample, what a step adds."""
+
+
+def tokens_of_call(call: ModelCall, card: ModelCard) -> int:
+    """Tokens of one row of a call: of the transformer where it has latents, else of the first input's second dim."""
+    latents = call.tensors.get("latents")
+    if latents is not None and latents.ndim == 5:
+        frames, height, width = (n // p for n, p in zip(latents.shape[2:], card.geometry.patch, strict=True))
+        return max(1, frames * height * width)
+    shape = next(iter(call.tensors.values())).shape
+    return shape[1] if len(shape) > 1 else 1
+
+
+def step_seconds(plan: WorkPlan, card: ModelCard, book: CostBook) -> float:
+    """Predicted device seconds of a step, each of its calls by itself."""
+    return sum(book.predict(workload_of(call, tokens_of_call(call, card))) for call in plan.calls)
+
+
+def step_peak_bytes(plan: WorkPlan, card: ModelCard) -> int:
+    """Worst case of a step's activations, its calls in one forward."""
+    own = plan.resources.peak_bytes
+    return own + sum(
+        peak_bytes(cost_of(card, call.component), tokens_of_call(call, card), call.rows) for call in plan.calls
+    )
+
+
+def text_width(instance: ModelInstance) -> int:
+    """Width of the widest prompt embedding of a card's encoders; TEXT_WIDTH of one that is not loaded."""
+    ids = {n.component for program in instance.card.programs.values() for n in program.nodes if n.op == "encode"}
+    residents = [instance.residents.get(str(cid)) for cid in ids]
+    configs = [None if resident is None else getattr(resident.plan(), "config", None) for resident in residents]
+    widths = [getattr(c, "d_model", getattr(c, "hidden_size", TEXT_WIDTH)) for c in configs]
+    return max(widths, default=0)
+
+
+def peak_bytes(cost: CostModel, tokens: int, rows: int) -> int:
+    """Activations of one forward by a cost model."""
+    return round(cost.bytes_per_token * tokens * rows)
+
+
+def cost_of(card: ModelCard, component: str) -> CostModel:
+    """The cost model of a component: the card's own, else that of the first loop that binds it, else the defaults."""
+    if component in card.costs:
+        return card.costs[component]
+    for loop in card.loops.values():
+        if component in loop.components.values():
+            return loop.cost
+    return CostModel()
+
+
+def demand_of(
+    resolved: ResolvedRequest,
+    nodes: tuple[Node, ...],
+    card: ModelCard,
+    book: CostBook,
+    *,
+    text_width: int,
+    cache_bytes: int = 0,
+) -> Demand:
+    """The worst case of a whole request whose program runs ``nodes``; ``text_width`` of its prompt embeddings."""
+    works = list(_forwards(resolved, nodes, card))
+    return Demand(
+        seconds=book.request_seconds(works),
+        resident_bytes=_resident_bytes(resolved, card, text_width),
+        peak_bytes=max((peak_bytes(cost_of(card, w.component), w.tokens, w.rows) for w, _ in works), default=0),
+        cache_bytes=cache_bytes,
+    )
+
+
+def _forwards(resolved: ResolvedRequest, nodes: tuple[Node, ...], card: ModelCard) -> Iterator[tuple[Workload, int]]:
+    """Each forward of a request with how often it runs; a loop's branches are rows of one step."""
+    params = resolved.params
+    for node in nodes:
+        if node.loop is None:
+            assert node.component is not None
+            yield Workload(node.component, "", 1, _node_tokens(node, resolved, card)), 1
+            continue
+        spec = card.loops[node.loop]
+        rows = 2 if params.guided else 1
+        for component in sorted(set(spec.components.values())):
+            yield Workload(component, "", rows, _loop_tokens(spec, resolved, card)), params.steps
+
+
+def _node_tokens(node: Node, resolved: ResolvedRequest, card: ModelCard) -> int:
+    if node.op == "encode" or not isinstance(resolved.params, SamplingParams):
+        return card.sampling.max_sequence_length
+    return _clip_tokens(resolved.params, card)
+
+
+def _loop_tokens(spec: LoopSpec, resolved: ResolvedRequest, card: ModelCard) -> int:
+    if isinstance(resolved.params, SamplingParams):
+        return _clip_tokens(resolved.params, card)
+    return 1
+
+
+def _clip_tokens(params: SamplingParams, card: ModelCard) -> int:
+    return card.geometry.tokens(params.frames, params.height, params.width)
+
+
+def _resident_bytes(resolved: ResolvedRequest, card: ModelCard, text_width: int) -> int:
+    """What a request holds from step to step; the keys and values of a text are cache blocks."""
+    params = resolved.params
+    if isinstance(params, TokenParams):
+        return 8 * (params.max_tokens + (0 if card.sampling.text is None else card.sampling.text.context))
+    if not isinstance(params, SamplingParams):
+        return 0
+    channels, frames, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
+    held = CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
+    if resolved.pixels:
+        held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
+    text = FLOAT_BYTES * card.sampling.max_sequence_length * text_width
+    return held + text * (2 if params.guided else 1)

@@ -1,0 +1,176 @@
+"""One round: a step of each of some requests, their equal calls merged or not, and what becomes of the results.
+
+Knows handles, the feature cache and observers; knows nothing of admission, policies or budgets. A request that fails
+takes no other with it unless they shared its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from inference.batching import Job, Listener, Outcome, evaluate_merged, evaluate_solo
+from inference.cache.feature import FeatureCache
+from inference.cache.keys import FeatureKey, feature_key
+from inference.extend.observer import Forward, Observer, Step
+from inference.handle import Cancelled, Handle
+from inference.instance import ModelInstance
+from inference.timing import Span
+from loops.loop import ModelCall, StepResult
+
+Finish = Callable[[Handle, BaseException | None], None]
+"""Told of every request that is over, with what it failed with."""
+
+
+class Rounds:
+    """See the module's docstring.
+
+    Args:
+        finish: called once for a request that completed or failed.
+        measured: hears of every forward with its call and its time.
+    """
+
+    def __init__(
+        self, features: FeatureCache, observers: Sequence[Observer], max_rows: int, finish: Finish, measured: Listener
+    ):
+        self.features = features
+        self.observers = tuple(observers)
+        self.max_rows = max_rows
+        self._finish = finish
+        self._measured = measured
+        self._spans: list[tuple[Job, ModelCall, Span]] = []
+
+    def plan(self, handle: Handle) -> bool:
+        """True when the handle has a step to evaluate; serves cached steps, completes and fails it as it goes."""
+        if handle._scope.cancelled:
+            self._finish(handle, Cancelled("the request was cancelled"))
+            return False
+        running = handle._running
+        try:
+            while (plan := running.plan()) is not None:
+                if plan.cache_key is None:
+                    return True
+                cached: Tensor | None = self.features.get(feature_key(running.instance, plan.cache_key))
+                if cached is None:
+                    return True
+                self._take(handle, (cached,), cached=True)
+        except Exception as failure:
+            self._finish(handle, failure)
+            return False
+        self._finish(handle, None)
+        return False
+
+    def step(self, handles: Sequence[Handle], batching: str) -> None:
+        """One step of each handle that :meth:`plan` said has one. Steps of equal cache keys are evaluated once."""
+        jobs: list[Job] = []
+        owners: list[tuple[Handle, int, int]] = []
+        leaders: dict[FeatureKey, int] = {}
+        followers: list[tuple[Handle, int]] = []
+        keys: dict[int, FeatureKey] = {}
+        for handle in handles:
+            running = handle._running
+            plan = running.plan()
+            assert plan is not None
+            if plan.cache_key is not None:
+                key = feature_key(running.instance, plan.cache_key)
+                if key in leaders:
+                    followers.append((handle, leaders[key]))
+                    continue
+                leaders[key] = len(owners)
+                keys[len(owners)] = key
+            first = len(jobs)
+            jobs += [Job(running.instance, call, running.resolved.request.profile) for call in plan.calls]
+            owners.append((handle, first, len(jobs)))
+        outcomes = self.evaluate(jobs, batching)
+        for index, (handle, first, last) in enumerate(owners):
+            advanced = self._advance(handle, outcomes[first:last])
+            if advanced and index in keys:
+                self.keep(keys[index], outcomes[first])
+        for handle, leader in followers:
+            first = owners[leader][1]
+            self._advance(handle, outcomes[first : first + 1])
+
+    def evaluate(self, jobs: Sequence[Job], batching: str) -> list[Outcome]:
+        """An outcome a job; every forward is measured and shown to the observers."""
+        self._spans = []
+        note = self._note
+        outcomes = evaluate_merged(jobs, self.max_rows, note) if batching == "shape" else evaluate_solo(jobs, note)
+        for job, call, span in self._spans:  # read after the last forward was given to the device
+            self._measured(job, call, span)
+            self._tell(call, span)
+        self._spans = []
+        return outcomes
+
+    def _note(self, job: Job, call: ModelCall, span: Span) -> None:
+        self._spans.append((job, call, span))
+
+    def _tell(self, call: ModelCall, span: Span) -> None:
+        if not self.observers:
+            return
+        shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(call.tensors.items()))
+        forward = Forward(call.component, call.method, shapes, call.rows, span.seconds)
+        for observer in self.observers:
+            observer.on_forward(forward)
+
+    def keep(self, key: FeatureKey, outcome: Outcome) -> None:
+        """Caches a result that outlives its step: not a tensor that holds a graph."""
+        if isinstance(outcome, Tensor) and not outcome.requires_grad:
+            self.features.put(key, outcome)
+
+    def _advance(self, handle: Handle, outcomes: Sequence[Outcome]) -> bool:
+        """The loop takes the results of its step; False when the request failed over it."""
+        try:
+            self._take(handle, tensors_of(outcomes), cached=False)
+            if handle._running.plan() is None:
+                self._finish(handle, None)
+        except Exception as failure:
+            self._finish(handle, failure)
+            return False
+        return True
+
+    def _take(self, handle: Handle, outputs: tuple[Tensor, ...], *, cached: bool) -> None:
+        running = handle._running
+        plan = running.plan()
+        assert plan is not None
+        step = Step(handle.id, running.resolved, plan, running.steps_done, outputs, cached)
+        for observer in self.observers:
+            observer.on_step(step)
+        running.advance(StepResult(outputs))
+        handle._stream.put("step", plan.label, *handle.progress)
+
+
+def tensors_of(outcomes: Sequence[Outcome]) -> tuple[Tensor, ...]:
+    """The tensors; raises the first failure among them."""
+    tensors = []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        tensors.append(outcome)
+    return tuple(tensors)
+
+
+def encode_prompts(rounds: Rounds, prompts: Sequence[str], instance: ModelInstance, batching: str) -> list[Tensor]:
+    """Text features (1, L, D) of prompts, as a request's own encode step gives them, through the same cache."""
+    from loops.loop import LoopContext, Profile, WorkPlan
+    from loops.registry import component_loop
+
+    program = next(iter(instance.card.programs.values()))
+    node = next(node for node in program.nodes if node.op == "encode" and "prompt" in node.reads)
+    loop = component_loop(node)
+    features: list[Tensor | None] = []
+    missing: list[tuple[int, FeatureKey, Job]] = []
+    for prompt in prompts:
+        ctx = LoopContext(spec=None, slots={"prompt": prompt})
+        plan = loop.next(loop.init(None, instance, ctx))
+        assert isinstance(plan, WorkPlan) and plan.cache_key is not None
+        key = feature_key(instance, plan.cache_key)
+        found: Tensor | None = rounds.features.get(key)
+        if found is None:
+            missing.append((len(features), key, Job(instance, plan.calls[0], Profile.SERVE)))
+        features.append(found)
+    outcomes = rounds.evaluate([job for _, _, job in missing], batching)
+    for (index, key, _), output in zip(missing, tensors_of(outcomes), strict=True):
+        rounds.keep(key, output)
+        features[index] = output
+    return [feature for feature in features if feature is not None]

@@ -1,0 +1,78 @@
+"""Keys and values of text requests: one pool a language model, one namespace a request.
+
+Prefixes are shared only where batching may change last bits anyway: a prompt that finds its prefix in the pool
+prefills less, in a forward of another shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from cards.errors import UserError
+from cards.program import Node
+from inference.cache.manager import CacheManager
+from inference.cache.paged import PagedPool
+from inference.cache.paged_source import PagedSource
+from inference.cache.paged_transformers import paged_spec
+from inference.instance import ModelInstance
+from inference.request import ResolvedRequest
+from loops.loop import KVSource, TokenParams
+
+BLOCK_TOKENS = 16
+_NAMESPACES = itertools.count(1)
+
+
+class TextKV:
+    """See the module's docstring.
+
+    Args:
+        kv_bytes: size of each pool; 0 makes none, and every request has a cache of its own.
+    """
+
+    def __init__(self, caches: CacheManager, kv_bytes: int, *, share_prefixes: bool):
+        if kv_bytes < 0:
+            raise UserError(f"kv_bytes: got {kv_bytes}, expected a number of bytes >= 0")
+        self._caches = caches
+        self._kv_bytes = kv_bytes
+        self._share = share_prefixes
+
+    def source(self, instance: ModelInstance) -> KVSource | None:
+        """Where a new request opens its keys and values; to be closed when it is over."""
+        if self._kv_bytes == 0:
+            return None
+        caches = self._caches
+
+        def pool_of(component: str) -> tuple[PagedPool, str | None]:
+            root = caches.prefix_root(instance, component) if self._share else None
+            return self.pool(instance, component), root
+
+        return PagedSource(next(_NAMESPACES), pool_of)
+
+    def pool(self, instance: ModelInstance, component: str) -> PagedPool:
+        """The pool of a component, made at its first use."""
+        module: Any = instance.module(component)
+        name = (component, instance.residents[component].uid)
+        sizes = {"dtype": instance.dtype(component), "device": instance.device, "block_tokens": BLOCK_TOKENS}
+        one = paged_spec(module.config, blocks=1, **sizes)
+        blocks = self._kv_bytes // one.block_bytes
+        if blocks < 1:
+            raise UserError(f"kv_bytes: got {self._kv_bytes}, but one block of {component!r} takes {one.block_bytes}")
+        return self._caches.own_pool(name, paged_spec(module.config, blocks=blocks, **sizes))
+
+    def bytes_of(self, resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
+        """What a request fills at most: the blocks of its prompt and of all tokens that it may add."""
+        if self._kv_bytes == 0 or not isinstance(resolved.params, TokenParams):
+            return 0
+        limits = instance.card.sampling.text
+        assert limits is not None
+        prompt = instance.tokenize(resolved.prompt, limits.context)["ids"].shape[1]  # type: ignore[arg-type]
+        tokens = min(prompt + resolved.params.max_tokens, limits.context)
+        loops = [instance.card.loops[node.loop] for node in nodes if node.loop is not None]
+        pools = [self.pool(instance, loop.components["lm"]) for loop in loops if "lm" in loop.components]
+        return sum(pool.spec.blocks_for(tokens) * pool.spec.block_bytes for pool in pools)
+
+    def close(self, source: KVSource | None) -> None:
+        """Frees what a request opened."""
+        if isinstance(source, PagedSource):
+            self._caches.close_pools(source.namespace)
