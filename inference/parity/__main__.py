@@ -1,4 +1,4 @@
-"""``python -m inference.parity card=wan21``: runs the parity ladder of a card, an export or a diffusers folder.
+"""``python -m inference.parity card=wan21``: runs the parity ladder of a card, an export or a library's folder.
 
 Exit code 0 when every row holds, 1 when one breaks, 2 for a mistake in the arguments or the folder.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from cards.errors import UserError, unknown_name
 
 OPTIONS = {
-    "card": "a registered name (wan21), an export, a run folder or a diffusers folder (required)",
+    "card": "a registered name (wan21), an export, a run folder, a diffusers or a transformers folder (required)",
     "device": "cpu or cuda (default: cpu)",
     "seed": "seed of the gate's requests (default: 0)",
 }

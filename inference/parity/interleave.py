@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from inference.artifact import Artifact
 from inference.engine import Engine
 from inference.instance import ModelInstance
+from inference.parity.requests import gate_requests
 from inference.request import Request
+from loops.ar_decode import Completion
+from loops.score import Score
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,44 @@ def worst(differences: Iterable[float]) -> float:
     return math.nan if any(math.isnan(d) for d in found) else max(found, default=0.0)
 
 
-def largest_difference(ours: Sequence[Artifact], theirs: Sequence[Artifact]) -> float:
-    """Largest absolute difference over latents and videos; inf where shapes differ or only one side has a video."""
-    found = []
-    for a, b in zip(ours, theirs, strict=True):
-        found.append(tensor_difference(a.latents, b.latents))
-        if a.video is not None and b.video is not None:
-            found.append(tensor_difference(a.video, b.video))
-        elif a.video is not b.video:
-            found.append(math.inf)
-    return worst(found)
+def completion_difference(ours: Completion | None, theirs: Completion | None) -> float:
+    """Largest difference of two completions' log-probs; 0 where neither side kept any, inf where what was said differs
+    or only one side said or kept anything."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    if replace(ours, logprobs=None) != replace(theirs, logprobs=None):
+        return math.inf
+    return _optional_difference(ours.logprobs, theirs.logprobs)
 
 
-def gate_requests(instance: ModelInstance, count: int = 4) -> list[Request]:
-    """Requests that differ in prompt, seed, steps and guidance, small enough for a gate."""
-    prompts = ("a red circle moves left", "two blue squares", "", "a green triangle stays still")
-    ladder = next(iter(instance.card.loops.values())).schedule.ladder
-    return [
-        Request(
-            prompt=prompts[i % len(prompts)],
-            seed=100 + i,
-            steps=len(ladder) if ladder is not None else 3 + i,
-            guidance=(1.0, 3.0, 5.0, 1.0)[i % 4],
+def score_difference(ours: Score | None, theirs: Score | None) -> float:
+    """Largest difference of two scores, frame by frame; inf where they are of other frames or one is missing."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return tensor_difference(ours.frames_F, theirs.frames_F) if ours.indices == theirs.indices else math.inf
+
+
+def _optional_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return tensor_difference(ours, theirs)
+
+
+def artifact_difference(ours: Artifact, theirs: Artifact) -> float:
+    """Largest absolute difference over all that two artifacts hold; inf where shapes differ or one lacks a part."""
+    return worst(
+        (
+            tensor_difference(ours.latents, theirs.latents),
+            _optional_difference(ours.video, theirs.video),
+            completion_difference(ours.completion, theirs.completion),
+            score_difference(ours.score, theirs.score),
         )
-        for i in range(count)
-    ]
+    )
+
+
+def largest_difference(ours: Sequence[Artifact], theirs: Sequence[Artifact]) -> float:
+    """The largest :func:`artifact_difference` of pairs."""
+    return worst(artifact_difference(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def interleave_gate(

@@ -1,7 +1,8 @@
 """The parity ladder: what a card promises, level by level, against the library on the same files.
 
 C0 component, C1 loop, C2 behaviour, C3 batch invariance, then the interleave gate. C4, the quality of artifacts, is an
-evaluation's to judge. A level that the card does not list is not run.
+evaluation's to judge. A level that the card does not list is not run. The rows of clips are here, those of texts and
+scores in ``text`` and ``score``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from inference.parity.behaviour import behaviour_gate
 from inference.parity.interleave import GateReport, interleave_gate, tensor_difference, worst
 from inference.parity.library import WanLibrary, library_of
 from inference.parity.reference import drive_request
-from inference.request import Request, denoise_spec, resolve
+from inference.parity.requests import gate_tasks
+from inference.parity.score import score_rows
+from inference.parity.text import text_rows
+from inference.request import SCORE_LOOP, TEXT_LOOP, Request, denoise_spec, resolve
 from loops.denoise import initial_noise
 from loops.loop import ModelCall
 
@@ -34,27 +38,40 @@ FRAMES_TOLERANCE = 1e-4
 
 
 def run_ladder(card: ModelCard, device: torch.device | str = "cpu", *, seed: int = 0) -> Iterator[GateReport]:
-    """Loads the card and the library's pipeline, and reports each row as soon as it is measured."""
+    """Loads the card and the library's model, and reports each row as soon as it is measured.
+
+    Raises ``UserError`` for a card none of whose tasks has a ladder.
+    """
+    tasks = gate_tasks(card)
+    levels = card.parity.levels
     engine = Engine(device, cache_bytes=0)
     instance = engine.load(card)
-    levels = card.parity.levels
-    if "C0" in levels or "C1" in levels:
-        library = library_of(card, engine.device)
-        if "C0" in levels:
-            yield from component_level(instance, library, seed=seed)
-        if "C1" in levels:
-            yield from loop_level(instance, library, seed=seed)
-        del library
-    if "C2" in levels:
+    library = library_of(card, engine.device) if {"C0", "C1", "C2"} & set(levels) else None
+    for task, kind in tasks.items():
+        if library is None:
+            break
+        rows = {TEXT_LOOP: text_rows, SCORE_LOOP: score_rows}.get(kind, clip_rows)
+        yield from rows(instance, task, library, seed=seed)
+    del library
+    if "C3" in levels:
+        yield interleave_gate(instance, batching="shape")
+    if card.parity.interleave_required:
+        yield interleave_gate(instance)
+
+
+def clip_rows(instance: ModelInstance, task: str, library: WanLibrary, *, seed: int) -> Iterator[GateReport]:
+    """The levels C0, C1 and C2 of a clip task, as far as the card lists them."""
+    card = instance.card
+    if "C0" in card.parity.levels:
+        yield from component_level(instance, library, seed=seed)
+    if "C1" in card.parity.levels:
+        yield from loop_level(instance, library, seed=seed)
+    if "C2" in card.parity.levels:
         for solver in _solvers(card):
             report = behaviour_gate(
                 instance, prompt=PROMPT, seed=seed, solver=solver, tolerance=card.parity.tolerances["C2"]
             )
             yield replace(report, what=f"{report.what}, {solver}")
-    if "C3" in levels:
-        yield interleave_gate(instance, batching="shape")
-    if card.parity.interleave_required:
-        yield interleave_gate(instance)
 
 
 # -- C0

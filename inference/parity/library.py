@@ -5,6 +5,7 @@ Shares no code with our loops: only the folder and the seed. One class a family;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.errors import unknown_name
 from cards.source import MODULE_KINDS, resolve_folder
+from inference.parity.transformers_library import ClipLibrary, GenerateLibrary
 from inference.request import Request
 from loops.solvers import SOLVERS
 
@@ -91,10 +93,14 @@ class WanLibrary:
         return getattr(diffusers, class_name)(**{**options, shift_key: shift})
 
 
-LIBRARIES = {"wan21": WanLibrary}
+LIBRARIES: dict[str, Callable[[ModelCard, torch.device], Any]] = {
+    "qwen3": GenerateLibrary,
+    "reward": ClipLibrary,
+    "wan21": WanLibrary,
+}
 
 
-def library_of(card: ModelCard, device: torch.device) -> WanLibrary:
+def library_of(card: ModelCard, device: torch.device) -> Any:
     """The library's side of a card; raises ``UserError`` with the list of families."""
     if card.family not in LIBRARIES:
         raise unknown_name("family with a library to compare with", card.family, LIBRARIES)

@@ -14,14 +14,21 @@ from loops.loop import LoopContext
 from loops.registry import component_loop, loop_of_kind
 
 
-def drive_request(instance: ModelInstance, request: Request) -> dict[str, Tensor]:
-    """Slots that the request's nodes wrote, such as ``latents`` and ``video``, each with its batch dim of 1."""
+def drive_slots(instance: ModelInstance, request: Request) -> dict[str, Any]:
+    """What the request's nodes wrote, slot by slot: tensors with a batch dim of 1, a Completion, a Score."""
     resolved = resolve(request, instance.card)
-    slots: dict[str, Any] = {"prompt": request.prompt, "negative_prompt": resolved.negative_prompt}
+    inputs = {} if request.inputs is None else request.inputs
+    slots: dict[str, Any] = {"prompt": resolved.prompt, "negative_prompt": resolved.negative_prompt, **inputs}
     program = instance.card.programs[request.task]
-    for node in active_nodes(program, guided=resolved.params.guided, pixels=resolved.pixels):
+    nodes = active_nodes(program, guided=resolved.params.guided, pixels=resolved.pixels)
+    for node in nodes:
         spec = None if node.loop is None else instance.card.loops[node.loop]
         loop = component_loop(node) if spec is None else loop_of_kind(spec.kind)
         ctx = LoopContext(spec=spec, slots=slots, profile=request.profile, capture=frozenset(request.capture))
         slots[node.writes] = drive(loop, resolved.params, instance, ctx).value
-    return {name: value for name, value in slots.items() if isinstance(value, Tensor)}
+    return {node.writes: slots[node.writes] for node in nodes}
+
+
+def drive_request(instance: ModelInstance, request: Request) -> dict[str, Tensor]:
+    """The tensors among :func:`drive_slots`, such as ``latents`` and ``video``."""
+    return {name: value for name, value in drive_slots(instance, request).items() if isinstance(value, Tensor)}
