@@ -73,6 +73,15 @@ class DenoiseLoop(Loop):
     def next(self, state: LoopState) -> WorkPlan | Done:
         if state.step >= state.total:
             return Done()
+        return WorkPlan(
+            unit=WorkUnit.DIFFUSION_STEP,
+            calls=self.calls(state),
+            label=f"denoise {state.step + 1}/{state.total}",
+            resources=Resources(seconds=state.facts["seconds"]),
+        )
+
+    def calls(self, state: LoopState) -> tuple[ModelCall, ...]:
+        """Evaluations of the denoiser at the state's step, one a guidance branch or one for all."""
         params = state.params
         assert params is not None
         latents = state.tensors["latents"]
@@ -83,23 +92,20 @@ class DenoiseLoop(Loop):
         component, static = state.facts["component"], state.facts["static"]
         if params.guided:
             policy = guidance_policy(params.guidance_policy)
-            calls = policy.calls(component, shared, state.tensors["text"], state.tensors["negative_text"], static)
-        else:
-            calls = (ModelCall(component, "velocity", {**shared, "text": state.tensors["text"]}, static),)
-        return WorkPlan(
-            unit=WorkUnit.DIFFUSION_STEP,
-            calls=calls,
-            label=f"denoise {state.step + 1}/{state.total}",
-            resources=Resources(seconds=state.facts["seconds"]),
-        )
+            return policy.calls(component, shared, state.tensors["text"], state.tensors["negative_text"], static)
+        return (ModelCall(component, "velocity", {**shared, "text": state.tensors["text"]}, static),)
 
-    def advance(self, state: LoopState, result: StepResult) -> LoopState:
+    def guided_velocity(self, state: LoopState, result: StepResult) -> torch.Tensor:
+        """Velocity (1, C, T, H, W) of a step from the results of its calls."""
         params = state.params
         assert params is not None
         if params.guided:
-            velocity = guidance_policy(params.guidance_policy).combine(result.outputs, params.guidance)
-        else:
-            (velocity,) = result.outputs
+            return guidance_policy(params.guidance_policy).combine(result.outputs, params.guidance)
+        (velocity,) = result.outputs
+        return velocity
+
+    def advance(self, state: LoopState, result: StepResult) -> LoopState:
+        velocity = self.guided_velocity(state, result)
         latents = state.tensors["latents"]
         if "trajectory" in state.captured:
             state.captured["trajectory"].append(latents)
@@ -112,5 +118,6 @@ class DenoiseLoop(Loop):
         behaviour = None
         if state.facts["record"]:
             stacked = {name: torch.cat(rows) for name, rows in state.captured.items()}
-            behaviour = BehaviourRecord(sigmas=state.solver.sigmas, timesteps=state.solver.timesteps, **stacked)
+            visited = slice(state.step)  # all, unless the loop ended early
+            behaviour = BehaviourRecord(state.solver.sigmas[visited], state.solver.timesteps[visited], **stacked)
         return LoopResult(state.tensors["latents"], behaviour)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cards.card import LoopSpec, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node
+from loops.adaptive import AdaptiveOptions, ExitLoop, ExitOptions, FirstBlockLoop, SkipLoop, SkipOptions
 from loops.ar_decode import ARDecodeLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
@@ -16,10 +17,18 @@ from loops.vae_tiles import TileOptions, TilesLoop
 LOOPS: dict[str, Loop] = {
     "ar_decode": ARDecodeLoop(),
     "diffusion_denoise": DenoiseLoop(),
+    "diffusion_denoise_exit": ExitLoop(),
+    "diffusion_denoise_first_block": FirstBlockLoop(),
+    "diffusion_denoise_skip": SkipLoop(),
     "score": ScoreLoop(),
     "vae_tiles": TilesLoop(),
 }
-OPTIONS: dict[str, type[LoopOptions]] = {"vae_tiles": TileOptions}
+OPTIONS: dict[str, type[LoopOptions]] = {
+    "diffusion_denoise_exit": ExitOptions,
+    "diffusion_denoise_first_block": AdaptiveOptions,
+    "diffusion_denoise_skip": SkipOptions,
+    "vae_tiles": TileOptions,
+}
 """Kinds that read options; the others have none."""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from cards.card import (
     CARD_FILE,
     Component,
@@ -127,6 +129,12 @@ def with_vae_tiles(
         node.model_copy(update=by_loop) if node.writes == "video" else node for node in card.programs[TASK].nodes
     )
     return card.derive(loops={**card.loops, "decode": spec}, programs={**card.programs, TASK: Program(nodes=nodes)})
+
+
+def with_denoise_loop(card: ModelCard, kind: str, **options: JsonValue) -> ModelCard:
+    """A child of the card whose denoising loop is of another kind, such as those of ``loops.adaptive``."""
+    changes = {"kind": kind, "options": options, "dynamic_stop": kind != "diffusion_denoise"}
+    return card.derive(loops={**card.loops, "denoise": card.loops["denoise"].model_copy(update=changes)})
 
 
 def _clip_defaults(card: ModelCard, size: str) -> Sampling:

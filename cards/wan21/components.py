@@ -18,6 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
 
 from cards.errors import UserError
+from cards.wan21.first_block import first_block_cache
 from cards.wan21.padding import fold, install
 
 Tensors = Mapping[str, Tensor]
@@ -76,6 +77,15 @@ def predict_velocity(transformer: Any, tensors: Tensors, static: Mapping[str, An
     )[0]
 
 
+def predict_velocity_first_block(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """As :func:`predict_velocity`; the first block alone where it has changed by no more than ``static["threshold"]``.
+
+    ``static["state"]``: what earlier forwards of the same request and branch remember.
+    """
+    with first_block_cache(transformer, static["threshold"], static["state"]):
+        return predict_velocity(transformer, tensors, static)
+
+
 def _moments(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1 / std per latent channel, shaped (1, C, 1, 1, 1)."""
     shape = (1, vae.config.z_dim, 1, 1, 1)
@@ -123,6 +133,7 @@ def encode_video(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tenso
 OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Tensor]] = {
     ("text_encoder", "encode"): encode_text,
     ("transformer", "velocity"): predict_velocity,
+    ("transformer", "velocity_first_block"): predict_velocity_first_block,
     ("vae", "decode"): decode_latents,
     ("vae", "decode_tile"): decode_tile,
     ("vae", "encode"): encode_video,
