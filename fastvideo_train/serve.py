@@ -34,6 +34,9 @@ class ServeOptions(Options):
         "off",
         description="shape merges equal steps of all requests: faster; results then agree within 1e-4 only",
     )
+    policy: Literal["fair", "fifo", "deadline"] = Field(
+        "fair", description="fair shares the device's seconds, fifo finishes the oldest first, deadline the most urgent"
+    )
     max_queue: int = Field(64, ge=1, description="requests that may wait; past it, 429")
     max_running: int = Field(8, ge=1, description="requests whose steps interleave")
     max_work: float = Field(16.0, gt=0, description="largest frames x pixels x steps of a request, in card defaults")
@@ -62,15 +65,22 @@ def _serve(argv: Sequence[str]) -> int:
         from inference.load import card_of
 
         card = card_of(options.ckpt)
-        engine = Engine(pick_device(options.device), batching=options.batching)
+        from inference.serving.settings import Settings
+
+        settings = Settings(max_queue=options.max_queue, max_running=options.max_running, max_work=options.max_work)
+        engine = Engine(
+            pick_device(options.device),
+            batching=options.batching,
+            policy=options.policy,
+            budget=settings.budget(),
+            costs=card.root,
+        )
         instance = engine.load(card)
 
         import uvicorn
 
         from inference.serving.app import create_app
-        from inference.serving.settings import Settings
 
-        settings = Settings(max_queue=options.max_queue, max_running=options.max_running, max_work=options.max_work)
         app = create_app(engine, instance, settings)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"

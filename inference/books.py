@@ -51,6 +51,5 @@ class Books:
     def save(self) -> None:
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         for book in self._by_digest.values():
             book.save(self._folder)

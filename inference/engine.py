@@ -319,19 +319,25 @@ class Engine:
         uids = {resident.uid for resident in instance.residents.values()}
         return [h for h in handles if uids & {resident.uid for resident in h._running.instance.residents.values()}]
 
+    def fail(self, handle: Handle, failure: Exception) -> None:
+        """Ends a request from outside, between two rounds; one that is over stays as it is."""
+        with self.round_lock:
+            if not handle.done:
+                self._finish(handle, failure)
+
     def figures(self) -> dict[str, Any]:
         """What the engine holds and costs, ready for JSON: counts, the ledger, the caches, the routing figures."""
-        running, waiting = self.counts
-        used = self.ledger.used
-        return {
-            "running": running,
-            "waiting": waiting,
-            "suspended": len(self._intake.resting),
-            "tickets": self.ledger.tickets,
-            "in_use": vars(used),
-            "caches": vars(self.caches.stats()),
-            "costs": self.books.figures(),
-        }
+        with self.round_lock:
+            running, waiting = self.counts
+            return {
+                "running": running,
+                "waiting": waiting,
+                "suspended": len(self._intake.resting),
+                "tickets": self.ledger.tickets,
+                "in_use": vars(self.ledger.used),
+                "caches": vars(self.caches.stats()),
+                "costs": self.books.figures(),
+            }
 
     def close(self) -> None:
         """Keeps what was measured, where the engine was given a folder for it."""

@@ -40,6 +40,8 @@ class Handle:
         """``changed`` is called, on the caller's thread, when the request was cancelled, suspended or resumed."""
         self.id = f"request-{next(_NUMBERS)}"
         self.arrival = time.monotonic()
+        self.admitted_at: float | None = None
+        """Unix seconds; None while it waits."""
         self.demand = demand
         self._running = running
         self._changed = changed

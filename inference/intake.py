@@ -7,6 +7,7 @@ Knows the ledger and the order of the line; runs no step.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -123,6 +124,8 @@ class Intake:
     def _let_in(self, handle: Handle, ticket: Ticket) -> None:
         handle._ticket = ticket
         handle._state = "running"
+        if handle.admitted_at is None:
+            handle.admitted_at = time.time()
         self.in_flight[handle] = None
         if handle._wants_rest:
             self._suspend(handle)

@@ -39,7 +39,7 @@ class JobError:
 
 @dataclass(eq=False)
 class Job:
-    """One video. The worker alone changes it; readers may look at any time: ``status`` is written last."""
+    """One video. The worker alone changes it; readers may look at any time: ``outcome`` is written last."""
 
     id: str
     order: Order
@@ -48,11 +48,13 @@ class Job:
     created_at: float = field(default_factory=time.time)
     """Unix seconds, as all times here."""
     started_at: float | None = None
+    """When the engine let it in; set when it is over."""
     completed_at: float | None = None
-    status: Status = Status.QUEUED
+    outcome: Status | None = None
+    """COMPLETED or FAILED once it is over."""
     handle: Handle | None = None
-    steps_done: int = 0
-    steps_total: int = 1
+    counted: bool = False
+    """Its time in the queue was observed."""
     cancelled: bool = False
     """A client gave it up; it may still be finishing a step."""
     error: JobError | None = None
@@ -61,19 +63,39 @@ class Job:
     """Variant -> file."""
 
     @property
+    def status(self) -> Status:
+        handle = self.handle
+        if self.outcome is not None:
+            return self.outcome
+        waits = handle is None or handle.admitted_at is None
+        return Status.QUEUED if waits else Status.IN_PROGRESS
+
+    @property
     def finished(self) -> bool:
-        return self.status in (Status.COMPLETED, Status.FAILED)
+        return self.outcome is not None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """(done, in all)."""
+        handle = self.handle
+        return (0, 1) if handle is None else handle.progress
 
     @property
     def progress(self) -> int:
         """Percent; 100 only when the files are there."""
-        return 100 if self.status is Status.COMPLETED else min(99, 100 * self.steps_done // self.steps_total)
+        if self.status is Status.COMPLETED:
+            return 100
+        done, total = self.steps
+        return min(99, 100 * done // total)
 
-    def start(self, handle: Handle) -> None:
+    @property
+    def running_since(self) -> float | None:
+        handle = self.handle
+        return self.started_at if handle is None else handle.admitted_at
+
+    def take(self, handle: Handle) -> None:
+        """The engine has it."""
         self.handle = handle
-        self.steps_done, self.steps_total = handle.progress
-        self.started_at = time.time()
-        self.status = Status.IN_PROGRESS
 
     def complete(self, files: dict[str, Path], weights_versions: dict[str, int]) -> None:
         self.files = files
@@ -84,10 +106,11 @@ class Job:
         self.error = error
         self._finish(Status.FAILED)
 
-    def _finish(self, status: Status) -> None:
+    def _finish(self, outcome: Status) -> None:
+        self.started_at = self.running_since
         self.handle = None  # with it goes the request's state: latents, video, solver
         self.completed_at = time.time()
-        self.status = status
+        self.outcome = outcome
 
     def video(self) -> dict[str, Any]:
         """The video object of the API, and what else reproduces the video."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cards.card import ModelCard
 from cards.errors import UserError
+from inference.admission import Budget
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Settings:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if not self.max_work > 0:
             raise UserError(f"max_work: got {self.max_work}, expected a number above 0")
+
+    def budget(self) -> Budget:
+        """What the server's engine may have in flight."""
+        return Budget(slots=self.max_running)
 
     def work_limit(self, card: ModelCard) -> int:
         """Largest frames x pixels x steps that the server takes for a card."""

@@ -1,6 +1,6 @@
-"""The engine thread: admits jobs, ticks the engine, hands finished artifacts to an encoder thread.
+"""The engine thread: ticks the engine, notes what became of its jobs, hands finished artifacts to an encoder thread.
 
-Up to ``max_running`` requests interleave, one step each a round; up to ``max_queue`` wait. Knows jobs and the engine;
+The engine admits: up to ``max_running`` requests are in flight, up to ``max_queue`` wait. Knows jobs and the engine;
 knows nothing of HTTP.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from cards.errors import UserError
 from inference.artifact import Artifact
-from inference.engine import Cancelled, Engine
+from inference.engine import Cancelled, Engine, EngineFault
 from inference.instance import ModelInstance
 from inference.media import write_video
 from inference.serving.jobs import Job, JobError, JobStore, Status
@@ -37,18 +36,26 @@ class EngineDown(Exception):
 
 
 class EngineWorker:
-    """See the module's docstring. All public methods may be called from any thread."""
+    """See the module's docstring. All public methods may be called from any thread.
+
+    The engine's budget is that of ``Settings.budget``.
+    """
 
     def __init__(self, engine: Engine, instance: ModelInstance, store: JobStore, settings: Settings):
+        if engine.ledger.budget.slots != settings.max_running:
+            raise UserError(
+                f"got an engine with {engine.ledger.budget.slots} slots and max_running={settings.max_running}; "
+                "make it with Engine(budget=settings.budget())"
+            )
         self.engine = engine
         self.instance = instance
         self.store = store
         self.settings = settings
         self.metrics = Metrics()
         self.failure: BaseException | None = None
-        self._wake = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._lock = threading.Lock()
+        self._jobs: dict[Job, None] = {}
+        """With the engine, in order of arrival."""
         self._stopping = False
         self._round_started: float | None = None
         self._mean_seconds = 1.0
@@ -60,11 +67,11 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Ends after the step under way; unfinished jobs fail."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify_all()
+        self._stopping = True
+        self.engine.wake()
         self._thread.join()
         self._encoder.shutdown()
+        self.engine.close()
 
     # -- what routes ask
 
@@ -81,37 +88,44 @@ class EngineWorker:
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
-        with self._wake:
-            return len(self._running), len(self._waiting)
+        with self._lock:
+            return self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        waiting = sum(job.status is Status.QUEUED for job in self._jobs)
+        return len(self._jobs) - waiting, waiting
 
     def enqueue(self, job: Job) -> None:
-        """Takes a job in; raises :class:`QueueFull` or :class:`EngineDown`."""
-        with self._wake:
+        """Takes a job in; raises :class:`QueueFull`, :class:`EngineDown`, or ``UserError`` for what can never run."""
+        with self._lock:
             if self._stopping or self.failure is not None or not self.alive:
                 raise EngineDown
-            if len(self._waiting) >= self.settings.max_queue:
+            if self._counts()[1] >= self.settings.max_queue:
                 self.metrics.rejected.inc()
                 raise QueueFull
-            self._waiting.append(job)
+            job.take(self.engine.submit(job.order.resolved.request, self.instance))
+            self._jobs[job] = None
             self._gauge()
-            self._wake.notify_all()
 
     def cancel(self, job: Job) -> None:
         """A waiting job fails at once, a running one before its next step; a finished one stays as it is."""
-        with self._wake:
-            if job in self._waiting:
-                self._waiting.remove(job)
+        with self._lock:
+            if job.handle is None or job.finished:
+                return
+            waited = job.status is Status.QUEUED
+            job.cancelled = True
+            job.handle.cancel()
+            if waited:
+                self._jobs.pop(job, None)
                 self._fail(job, CANCELLED)
                 self._gauge()
-            elif job.handle is not None:
-                job.cancelled = True
-                job.handle.cancel()
 
     def seconds_left(self, job: Job) -> float:
         """Estimate, from the job's own pace or from that of the jobs before it."""
-        if job.started_at is None or not job.steps_done:
+        since, (done, total) = job.running_since, job.steps
+        if since is None or not done:
             return self._mean_seconds
-        return (time.time() - job.started_at) / job.steps_done * (job.steps_total - job.steps_done)
+        return (time.time() - since) / done * (total - done)
 
     def seconds_to_free_slot(self) -> float:
         """Estimate of when the queue takes a job again."""
@@ -121,46 +135,33 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            while self._admit():
+            while not self._stopping:
                 self._round_started = began = time.monotonic()
-                self.engine.tick()
+                worked = self.engine.tick()
                 self._round_started = None
-                self.metrics.round_seconds.observe(time.monotonic() - began)
+                if worked:
+                    self.metrics.round_seconds.observe(time.monotonic() - began)
                 self._collect()
+                if not worked and not self._stopping:
+                    self.engine.wait()
         except BaseException as failure:
             self.failure = failure
             log.exception("the engine thread died")
         finally:
             self._abandon()
 
-    def _admit(self) -> bool:
-        """Waits for work and moves jobs into the engine; False when the server stops."""
-        with self._wake:
-            while not (self._stopping or self._waiting or self._running):
-                self._wake.wait()
-            while self._waiting and len(self._running) < self.settings.max_running and not self._stopping:
-                job = self._waiting.popleft()
-                try:
-                    handle = self.engine.submit(job.order.resolved.request, self.instance)
-                except UserError as error:
-                    self._fail(job, JobError("invalid_request", str(error)))
-                    continue
-                job.start(handle)
-                self._running.append(job)
-                self.metrics.queue_seconds.observe(time.time() - job.created_at)
-            self._gauge()
-            return not self._stopping
-
     def _collect(self) -> None:
         """Notes progress; passes on what is done."""
-        with self._wake:
-            for job in list(self._running):
+        with self._lock:
+            for job in list(self._jobs):
                 handle = job.handle
                 assert handle is not None
-                job.steps_done, job.steps_total = handle.progress
+                if not job.counted and handle.admitted_at is not None:
+                    job.counted = True
+                    self.metrics.queue_seconds.observe(handle.admitted_at - job.created_at)
                 if not handle.done:
                     continue
-                self._running.remove(job)
+                del self._jobs[job]
                 try:
                     artifact = handle.result()
                 except Cancelled:
@@ -173,16 +174,15 @@ class EngineWorker:
             self._gauge()
 
     def _abandon(self) -> None:
-        with self._wake:
+        with self._lock:
             error = STOPPED
             if self.failure is not None:
                 error = JobError("engine_failed", f"the engine failed: {self.failure}")
-            for job in (*self._running, *self._waiting):
+            for job in self._jobs:
                 if job.handle is not None:
                     job.handle.cancel()
                 self._fail(job, error)
-            self._running.clear()
-            self._waiting.clear()
+            self._jobs.clear()
             self._gauge()
 
     # -- the encoder thread
@@ -201,7 +201,7 @@ class EngineWorker:
             log.error("%s could not be encoded", job.id, exc_info=failure)
             self._fail(job, _error_of(failure))
             return
-        with self._wake:
+        with self._lock:
             if job.cancelled:  # while it was encoded
                 self.store.unlink(files)
                 self._fail(job, CANCELLED)
@@ -222,11 +222,14 @@ class EngineWorker:
         log.info("%s failed: %s", job.id, error.code)
 
     def _gauge(self) -> None:
-        self.metrics.running.set(len(self._running))
-        self.metrics.waiting.set(len(self._waiting))
+        running, waiting = self._counts()
+        self.metrics.running.set(running)
+        self.metrics.waiting.set(waiting)
 
 
 def _error_of(failure: Exception) -> JobError:
+    if isinstance(failure, EngineFault):
+        return JobError("engine_failed", str(failure))
     if isinstance(failure, UserError):
         return JobError("invalid_request", str(failure))
     if isinstance(failure, torch.OutOfMemoryError):

@@ -42,8 +42,9 @@ def load_app(wan_folder: Path) -> Callable[..., Any]:
         from inference.serving.app import create_app
         from inference.serving.settings import Settings
 
-        engine = Engine("cpu", batching=batching)  # type: ignore[arg-type]
-        return create_app(engine, engine.load(wan_folder), Settings(**bounds))
+        settings = Settings(**bounds)
+        engine = Engine("cpu", batching=batching, budget=settings.budget())  # type: ignore[arg-type]
+        return create_app(engine, engine.load(wan_folder), settings)
 
     return load
 

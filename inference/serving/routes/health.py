@@ -1,4 +1,4 @@
-"""``/health``, ``/health/live``, ``/health/ready`` and ``/metrics``."""
+"""``/health``, ``/health/live``, ``/health/ready``, ``/status`` and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ async def live(request: Request) -> JSONResponse:
     """200 unless only a restart helps."""
     report = _report(request)
     return JSONResponse(report, 503 if report["status"] == "engine_down" else 200)
+
+
+@router.get("/status")
+def status(request: Request) -> JSONResponse:
+    """What the engine holds and what its steps cost, for operators and for routing between servers."""
+    engine = request.app.state.worker.engine
+    return JSONResponse({**_report(request), **engine.figures()})
 
 
 @router.get("/metrics")
