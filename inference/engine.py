@@ -96,6 +96,8 @@ class Engine:
         self._intake = Intake(self.ledger, self.scheduler)
         self._rounds = Rounds(self.caches.features, observers, max_rows, self._finish, self._measured)
         self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
+        self._apart: dict[Handle, None] = {}
+        """Requests that a run moves, past the line."""
         self._default: ModelInstance | None = None
 
     @property
@@ -177,6 +179,9 @@ class Engine:
 
     def _run_together(self, handles: Sequence[Handle], batching: str) -> None:
         """These requests alone, a step each a round, past the line and the budget."""
+        for handle in handles:
+            handle._state = "running"
+            self._apart[handle] = None
         try:
             while pending := [handle for handle in handles if not handle.done]:
                 with self.round_lock:
@@ -184,6 +189,9 @@ class Engine:
         except BaseException as fault:
             self._lose([handle for handle in handles if not handle.done], fault)
             raise
+        finally:
+            for handle in handles:
+                self._apart.pop(handle, None)
 
     # -- the engine's thread
 
@@ -312,8 +320,11 @@ class Engine:
         self._intake.arrived.set()
 
     def in_flight(self, instance: ModelInstance | None = None) -> list[Handle]:
-        """Requests between admission and their end, suspended or not; with ``instance``, those that share a module."""
-        handles = [*self._intake.in_flight, *self._intake.resting]
+        """Requests that have begun and are not over: those that a ``run`` moves, suspended ones, and resumed ones that
+        wait again, too; with ``instance``, those that share a module."""
+        begun = {**self._apart, **self._intake.in_flight, **self._intake.resting}
+        again = [h for h in self._intake.everybody() if h not in begun and h._running.resting]
+        handles = [h for h in (*begun, *again) if not h.done]
         if instance is None:
             return handles
         uids = {resident.uid for resident in instance.residents.values()}

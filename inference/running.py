@@ -108,6 +108,8 @@ class Running:
     def advance(self, result: StepResult) -> None:
         """Takes the results of the current plan."""
         assert self._loop is not None and self._state is not None and self._plan is not None
+        if self.steps_done == 0:  # not before: weights may have changed while the request waited
+            self.versions = self.instance.versions()
         label = self._plan.label
         self._state = self._loop.advance(self._state, result)
         self._plan = None
@@ -138,8 +140,9 @@ class Running:
             self._state = replace(state, plugins=rest.plugins)
 
     def end(self, failure: BaseException | None) -> None:
-        """The request is over; what it held is let go."""
+        """The request is over; what it held is let go, weights that only it still used among them."""
         self.failure = failure
+        vars(self).pop("instance", None)
         self._loop = self._state = self._plan = self._rest = None
         self.slots = {}
 
