@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from inference.instance import ModelInstance
 from inference.parity.requests import gate_requests
 from inference.request import Request
 from loops.ar_decode import Completion
+from loops.loop import BehaviourRecord
 from loops.score import Score
 
 
@@ -72,6 +73,13 @@ def _optional_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
     return tensor_difference(ours, theirs)
 
 
+def behaviour_difference(ours: BehaviourRecord | None, theirs: BehaviourRecord | None) -> float:
+    """Largest difference over all that two rollouts kept; inf where one kept what the other did not."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return worst(_optional_difference(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(BehaviourRecord))
+
+
 def artifact_difference(ours: Artifact, theirs: Artifact) -> float:
     """Largest absolute difference over all that two artifacts hold; inf where shapes differ or one lacks a part."""
     return worst(
@@ -80,6 +88,7 @@ def artifact_difference(ours: Artifact, theirs: Artifact) -> float:
             _optional_difference(ours.video, theirs.video),
             completion_difference(ours.completion, theirs.completion),
             score_difference(ours.score, theirs.score),
+            behaviour_difference(ours.behaviour, theirs.behaviour),
         )
     )
 

@@ -16,7 +16,9 @@ from cards.errors import unknown_name
 from cards.source import MODULE_KINDS, resolve_folder
 from inference.parity.transformers_library import ClipLibrary, GenerateLibrary
 from inference.request import Request
+from loops.options import read_options
 from loops.solvers import SOLVERS
+from loops.vae_tiles import TileOptions
 
 
 class WanLibrary:
@@ -35,6 +37,8 @@ class WanLibrary:
         self.pipeline = WanPipeline.from_pretrained(folder, dtype={**dtypes, "default": torch.float32}).to(device)
         self.pipeline.set_progress_bar_config(disable=True)
         self.own_scheduler = self.pipeline.scheduler
+        by_tiles = (loop for loop in card.loops.values() if loop.kind == "vae_tiles")
+        self.tiles = next((read_options(TileOptions, loop, card) for loop in by_tiles), None)
 
     @torch.no_grad()
     def encode(self, prompt: str) -> Tensor:
@@ -51,8 +55,9 @@ class WanLibrary:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Video (B, 3, F, H, W) of normalised latents, by the VAE called directly."""
+        """Video (B, 3, F, H, W) of normalised latents, by the VAE called directly, never by tiles."""
         vae = self.pipeline.vae
+        vae.disable_tiling()
         shape = (1, -1, 1, 1, 1)
         std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
         mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
@@ -62,6 +67,7 @@ class WanLibrary:
         """Latents (C, T, H, W) and video (3, F, H, W) in [0, 1] of a request with every field set."""
         assert request.seed is not None
         self.pipeline.scheduler = self._scheduler(solver, shift)
+        self._tile()
         last: list[Tensor] = []
 
         def keep(_pipeline: Any, _step: int, _timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,6 +88,17 @@ class WanLibrary:
             callback_on_step_end=keep,
         ).frames
         return last[0][0], frames_BFCHW[0].permute(1, 0, 2, 3)
+
+    def _tile(self) -> None:
+        """The pipeline decodes by tiles where the card does."""
+        if self.tiles is None:
+            return
+        self.pipeline.vae.enable_tiling(
+            tile_sample_min_height=self.tiles.tile[0],
+            tile_sample_min_width=self.tiles.tile[1],
+            tile_sample_stride_height=self.tiles.stride[0],
+            tile_sample_stride_width=self.tiles.stride[1],
+        )
 
     def _scheduler(self, solver: str, shift: float) -> Any:
         """The folder's own scheduler where the solver is the folder's, else a plain one of the solver's class."""

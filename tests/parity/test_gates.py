@@ -14,13 +14,15 @@ from torch import nn
 
 from cards.card import CARD_FILE, ModelCard, Parity, Schedule, Source
 from cards.errors import UserError
+from cards.wan21.card import with_vae_tiles
 from inference.engine import Engine
 from inference.instance import ModelInstance, Resident
 from inference.load import card_of
 from inference.parity.__main__ import main
 from inference.parity.behaviour import behaviour_gate
 from inference.parity.interleave import GateReport, interleave_gate, tensor_difference, worst
-from inference.parity.ladder import run_ladder
+from inference.parity.ladder import loop_level, run_ladder
+from inference.parity.library import WanLibrary
 from inference.request import Request
 
 SMALL = {"frames": 5, "height": 16, "width": 16, "steps": 6, "max_sequence_length": 16}
@@ -194,6 +196,17 @@ def test_every_row_of_a_sound_folder_holds(wan_folder: Path) -> None:
     exact = [r for r in reports if r.level in ("C1", "C2", "interleave") and "frames" not in r.what]
     assert len(exact) == 4 * 2 + 2 + 1
     assert all(r.difference == 0 for r in exact)
+
+
+def test_a_card_that_decodes_by_tiles_is_held_against_a_library_that_does(wan_folder: Path) -> None:
+    tiled = with_vae_tiles(small_card(wan_folder, parity=Parity(levels=("C0", "C1"))), tile=(12, 12), stride=(8, 8))
+    reports = list(run_ladder(tiled))
+    assert [report for report in reports if not report.passed] == []
+    assert sum("frames" in r.what for r in reports) == 1
+    library = WanLibrary(tiled, torch.device("cpu"))
+    instance = Engine().load(with_vae_tiles(small_card(wan_folder), tile=(12, 12), stride=(4, 4)))
+    broken = [r.what for r in loop_level(instance, library, seed=0) if not r.passed]
+    assert broken == ["decoded frames == the library's, all of the above"]
 
 
 def test_a_ladder_of_a_distilled_card_is_held_against_the_driver(wan_folder: Path) -> None:
