@@ -21,6 +21,9 @@ TEXT_WIDTH = 4096
 CLIPS_HELD = 6
 """Clips of latents that a request holds at most: its own, the solver's last outputs and sample, what a step adds."""
 
+SOLVER_BYTES = 64 * 1024
+"""Tables of a solver: sigmas, timesteps and what diffusers' schedulers keep of the training schedule."""
+
 
 def tokens_of_call(call: ModelCall, card: ModelCard) -> int:
     """Tokens of one row of a call: of the transformer where it has latents, else of the first input's second dim."""
@@ -46,7 +49,7 @@ def step_peak_bytes(plan: WorkPlan, card: ModelCard) -> int:
 
 
 def text_width(instance: ModelInstance) -> int:
-    """Width of the widest prompt embedding of a card's encoders; TEXT_WIDTH of one that is not loaded."""
+    """Width of the widest prompt embedding of a card's encoders; TEXT_WIDTH where a config does not say."""
     ids = {n.component for program in instance.card.programs.values() for n in program.nodes if n.op == "encode"}
     residents = [instance.residents.get(str(cid)) for cid in ids]
     configs = [None if resident is None else getattr(resident.plan(), "config", None) for resident in residents]
@@ -126,7 +129,7 @@ def _resident_bytes(resolved: ResolvedRequest, card: ModelCard, text_width: int)
     if not isinstance(params, SamplingParams):
         return 0
     channels, frames, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
-    held = CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
+    held = SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
     if resolved.pixels:
         held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
     text = FLOAT_BYTES * card.sampling.max_sequence_length * text_width
