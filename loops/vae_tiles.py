@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cards.card import LoopSpec, ModelCard
 from cards.errors import UserError
+from cards.geometry import Geometry
 from loops.loop import (
     Done,
     Instance,
@@ -76,6 +77,12 @@ class Layout:
     cell: int
     """Pixels a cell, per side."""
 
+    @classmethod
+    def of(cls, options: TileOptions, size: tuple[int, int], geometry: Geometry) -> Layout:
+        """The layout of a frame of ``size`` latent cells."""
+        (tile_h, tile_w), (stride_h, stride_w), cell = options.tile, options.stride, geometry.spatial
+        return cls(size, (tile_h // cell, tile_w // cell), (stride_h // cell, stride_w // cell), cell)
+
     @property
     def whole(self) -> bool:
         """One tile covers the frame."""
@@ -128,13 +135,8 @@ class TilesLoop(Loop):
         assert ctx.spec is not None
         options = read_options(TileOptions, ctx.spec, instance.card)
         latents_BCTHW = ctx.slots["latents"]
-        cell = instance.card.geometry.spatial
-        layout = Layout(
-            size=(latents_BCTHW.shape[HEIGHT], latents_BCTHW.shape[WIDTH]),
-            tile=(options.tile[0] // cell, options.tile[1] // cell),
-            stride=(options.stride[0] // cell, options.stride[1] // cell),
-            cell=cell,
-        )
+        size = (latents_BCTHW.shape[HEIGHT], latents_BCTHW.shape[WIDTH])
+        layout = Layout.of(options, size, instance.card.geometry)
         height, width = (min(a, b) for a, b in zip(layout.size, layout.tile, strict=True))
         cells = latents_BCTHW.shape[2] * height * width
         return LoopState(
