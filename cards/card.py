@@ -87,8 +87,6 @@ class CostModel(_Part):
 
     base_seconds: float = 1e-3
     per_token_seconds: float = 1e-6
-    bytes_per_token: float = Field(default=0.0, ge=0.0, exclude_if=lambda value: value == 0.0)
-    """Peak bytes of a forward's activations, a token and sample; 0 is not known, and admission counts none."""
 
 
 class LoopSpec(_Part):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,13 @@ class Family:
     def operations(self) -> dict[tuple[str, str], Callable[..., Any]]:
         """(component kind, operation) -> function (module, tensors, static) -> tensor with a leading batch dim."""
         return importlib.import_module(f"{self.module}.components").OPERATIONS
+
+    def peak_bytes(self) -> dict[tuple[str, str], Callable[..., int]]:
+        """(component kind, operation) -> function (config, ``cards.memory.ForwardSize``) -> worst-case bytes of the
+        forward's activations; empty for a family that has none."""
+        if importlib.util.find_spec(f"{self.module}.memory") is None:
+            return {}
+        return importlib.import_module(f"{self.module}.memory").PEAK_BYTES
 
     def prepare(self) -> dict[str, Callable[..., Any]]:
         """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""

@@ -26,12 +26,13 @@ from inference.batching import Job
 from inference.books import Books
 from inference.cache.feature import FeatureCache
 from inference.cache.manager import CacheManager
-from inference.estimate import demand_of, step_peak_bytes, step_seconds, text_width
+from inference.estimate import demand_of, step_seconds
 from inference.extend.observer import Observer
 from inference.handle import Cancelled, EngineFault, Handle
 from inference.instance import ModelInstance
 from inference.intake import Intake
 from inference.load import card_of
+from inference.peak import step_peak_bytes
 from inference.request import Request, resolve
 from inference.rounds import Rounds, encode_prompts
 from inference.running import Running, StepListener
@@ -264,7 +265,7 @@ class Engine:
     def _peak_bytes(self, handle: Handle) -> int:
         plan = handle._running.plan()
         assert plan is not None
-        return step_peak_bytes(plan, handle._running.instance.card)
+        return step_peak_bytes(plan, handle._running.instance)
 
     def _measured(self, job: Job, call: ModelCall, span: Span) -> None:
         self.books.observe(job.instance.card, call, span.seconds)
@@ -287,9 +288,8 @@ class Engine:
         demand = demand_of(
             resolved,
             running.nodes,
-            target.card,
+            target,
             self.books.of(target.card),
-            text_width=text_width(target),
             cache_bytes=self._texts.bytes_of(resolved, running.nodes, target),
         )
         return Handle(running, demand, scope, self._intake.change)

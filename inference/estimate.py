@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cards.card import CostModel, LoopSpec, ModelCard
+from cards.card import LoopSpec, ModelCard
 from cards.program import Node
 from inference.admission import Demand
 from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
+from inference.peak import request_peak_bytes
 from inference.request import ResolvedRequest
 from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
 
@@ -40,15 +41,7 @@ def step_seconds(plan: WorkPlan, card: ModelCard, book: CostBook) -> float:
     return sum(book.predict(workload_of(call, tokens_of_call(call, card))) for call in plan.calls)
 
 
-def step_peak_bytes(plan: WorkPlan, card: ModelCard) -> int:
-    """Worst case of a step's activations, its calls in one forward."""
-    own = plan.resources.peak_bytes
-    return own + sum(
-        peak_bytes(cost_of(card, call.component), tokens_of_call(call, card), call.rows) for call in plan.calls
-    )
-
-
-def text_width(instance: ModelInstance) -> int:
+def _text_width(instance: ModelInstance) -> int:
     """Width of the widest prompt embedding of a card's encoders; TEXT_WIDTH where a config does not say."""
     ids = {n.component for program in instance.card.programs.values() for n in program.nodes if n.op == "encode"}
     residents = [instance.residents.get(str(cid)) for cid in ids]
@@ -57,36 +50,19 @@ def text_width(instance: ModelInstance) -> int:
     return max(widths, default=0)
 
 
-def peak_bytes(cost: CostModel, tokens: int, rows: int) -> int:
-    """Activations of one forward by a cost model."""
-    return round(cost.bytes_per_token * tokens * rows)
-
-
-def cost_of(card: ModelCard, component: str) -> CostModel:
-    """The cost model of a component: the card's own, else that of the first loop that binds it, else the defaults."""
-    if component in card.costs:
-        return card.costs[component]
-    for loop in card.loops.values():
-        if component in loop.components.values():
-            return loop.cost
-    return CostModel()
-
-
 def demand_of(
     resolved: ResolvedRequest,
     nodes: tuple[Node, ...],
-    card: ModelCard,
+    instance: ModelInstance,
     book: CostBook,
     *,
-    text_width: int,
     cache_bytes: int = 0,
 ) -> Demand:
-    """The worst case of a whole request whose program runs ``nodes``; ``text_width`` of its prompt embeddings."""
-    works = list(_forwards(resolved, nodes, card))
+    """The worst case of a whole request whose program runs ``nodes``."""
     return Demand(
-        seconds=book.request_seconds(works),
-        resident_bytes=_resident_bytes(resolved, card, text_width),
-        peak_bytes=max((peak_bytes(cost_of(card, w.component), w.tokens, w.rows) for w, _ in works), default=0),
+        seconds=book.request_seconds(_forwards(resolved, nodes, instance.card)),
+        resident_bytes=_resident_bytes(resolved, instance),
+        peak_bytes=request_peak_bytes(resolved, nodes, instance),
         cache_bytes=cache_bytes,
     )
 
@@ -121,9 +97,9 @@ def _clip_tokens(params: SamplingParams, card: ModelCard) -> int:
     return card.geometry.tokens(params.frames, params.height, params.width)
 
 
-def _resident_bytes(resolved: ResolvedRequest, card: ModelCard, text_width: int) -> int:
+def _resident_bytes(resolved: ResolvedRequest, instance: ModelInstance) -> int:
     """What a request holds from step to step; the keys and values of a text are cache blocks."""
-    params = resolved.params
+    params, card = resolved.params, instance.card
     if isinstance(params, TokenParams):
         return 8 * (params.max_tokens + (0 if card.sampling.text is None else card.sampling.text.context))
     if not isinstance(params, SamplingParams):
@@ -132,5 +108,5 @@ def _resident_bytes(resolved: ResolvedRequest, card: ModelCard, text_width: int)
     held = SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
     if resolved.pixels:
         held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
-    text = FLOAT_BYTES * card.sampling.max_sequence_length * text_width
+    text = FLOAT_BYTES * card.sampling.max_sequence_length * _text_width(instance)
     return held + text * (2 if params.guided else 1)

@@ -108,7 +108,7 @@ CHANGES: dict[str, Any] = {
     "sampling": Sampling(frames=9, height=32, width=32, fps=8.0, steps=21),
     "parity": Parity(tolerances={"C0": 0.0, "C1": 0.0, "C2": 0.0, "C3": 1e-3}),
     "precision": {"serve": "bfloat16"},
-    "costs": {"net": CostModel(bytes_per_token=1.0)},
+    "costs": {"net": CostModel(base_seconds=1.0)},
     "caches": (),
     "parallelism": ("single",),
     "capabilities": ("text_to_video",),

@@ -401,3 +401,39 @@ def test_a_handle_knows_its_state(wan: ModelInstance) -> None:
     assert handle.state == "running" and handle.admitted_at is not None
     finish(engine)
     assert handle.state == "done"
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("batching", ["off", "shape"])
+def test_counted_bytes_stay_under_the_budget(wan: ModelInstance, batching: str) -> None:
+    """Every allocation of a loaded engine, counted, against what it was allowed to hold and to use at once."""
+    requests = [
+        replace(BASE, seed=seed, prompt=f"{seed}", width=16 * (1 + seed % 3), guidance=1.0 + seed % 2, output=output)
+        for seed, output in enumerate(["latents", "video", "latents", "video", "latents", "video"])
+    ]
+    largest = max(Engine()._open(request, wan, None).demand.peak_bytes for request in requests)
+    resident = sum(sorted(Engine()._open(request, wan, None).demand.resident_bytes for request in requests)[-3:])
+    unlimited = _counted(Engine(batching=batching, cache_bytes=0), requests, wan)  # type: ignore[arg-type]
+    budget = Budget(peak_bytes=largest, resident_bytes=resident)
+    limited = _counted(Engine(batching=batching, cache_bytes=0, budget=budget), requests, wan)  # type: ignore[arg-type]
+    print(f"{batching}: limited {limited}, budget {largest + resident}, unlimited {unlimited}")
+    assert limited <= largest + resident
+    if batching == "shape":
+        assert limited < unlimited
+
+
+def _counted(engine: Engine, requests: list[Request], wan: ModelInstance) -> int:
+    """Peak bytes of a whole run; the results are dropped as they come."""
+    from tests.support.live_bytes import LiveBytes
+
+    handles = [engine.submit(request, wan) for request in requests]
+    with LiveBytes() as live:
+        while engine.tick():
+            for handle in handles:
+                if handle.done:
+                    handle._artifact = None
+    assert all(handle.done and handle._running.failure is None for handle in handles)
+    assert_all_returned(engine)
+    return live.peak

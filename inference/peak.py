@@ -1,0 +1,103 @@
+"""Worst-case activations: of a call before it runs, and of a request before its tensors exist.
+
+The figures are those of the family's ``memory.py``; an operation without one counts as 0, so a budget of peak bytes
+bounds nothing for its family. Knows sizes and configs; runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from cards.card import ModelCard
+from cards.memory import ForwardSize
+from cards.program import Node
+from cards.registry import family
+from inference.instance import ModelInstance
+from inference.request import ResolvedRequest
+from loops.loop import ModelCall, SamplingParams, WorkPlan
+
+_CONFIGS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
+"""Configs as mappings: to make one takes longer than a forward's prediction may."""
+
+
+def step_peak_bytes(plan: WorkPlan, instance: ModelInstance) -> int:
+    """Worst case of a step: its calls as if they ran in one forward, which batching may make of them."""
+    sizes = ((call, _size_of_call(call, instance.card)) for call in plan.calls)
+    return plan.resources.peak_bytes + sum(_bytes(instance, call.component, call.method, size) for call, size in sizes)
+
+
+def request_peak_bytes(resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
+    """Worst case over the steps of a request whose program runs ``nodes``."""
+    size = _size_of_request(resolved, instance.card)
+    return max(
+        (_bytes(instance, *operation, part) for operation, part in _operations(nodes, instance, size)), default=0
+    )
+
+
+def _operations(
+    nodes: tuple[Node, ...], instance: ModelInstance, size: ForwardSize
+) -> Iterator[tuple[tuple[str, str], ForwardSize]]:
+    """((component, operation), size) of all that the nodes may call: of a loop, any operation of its components."""
+    card = instance.card
+    for node in nodes:
+        if node.loop is None:
+            assert node.component is not None and node.op is not None
+            yield (node.component, node.op), replace(size, rows=1)
+            continue
+        spec = card.loops[node.loop]
+        part = size
+        tile = spec.options.get("tile")
+        if isinstance(tile, list):
+            height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[call-overload]
+            part = replace(size, rows=1, height=min(height, size.height), width=min(width, size.width))
+        for component in sorted(set(spec.components.values())):
+            kind = card.components[component].kind
+            for known, method in family(card.family).peak_bytes():
+                if known == kind:
+                    yield (component, method), part
+
+
+def _bytes(instance: ModelInstance, component: str, method: str, size: ForwardSize) -> int:
+    known = family(instance.card.family).peak_bytes().get((instance.card.components[component].kind, method))
+    if known is None or component not in instance.residents:
+        return 0
+    return known(_config(instance, component), size)
+
+
+def _config(instance: ModelInstance, component: str) -> Mapping[str, Any]:
+    """The config of a component's module, which need not be built for it."""
+    module = instance.residents[component].plan()
+    known = _CONFIGS.get(module)
+    if known is None:
+        config: Any = getattr(module, "config", {})
+        known = _CONFIGS[module] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return known
+
+
+def _size_of_call(call: ModelCall, card: ModelCard) -> ForwardSize:
+    text = next((call.tensors[name].shape[1] for name in ("text", "ids", "input_ids") if name in call.tensors), 0)
+    clip = next((t for name, t in call.tensors.items() if name in ("latents", "tile") and t.ndim == 5), None)
+    if clip is None:
+        return ForwardSize(call.rows, text_tokens=text)
+    return _clip_size(call.rows, (clip.shape[2], clip.shape[3], clip.shape[4]), text, card)
+
+
+def _size_of_request(resolved: ResolvedRequest, card: ModelCard) -> ForwardSize:
+    params = resolved.params
+    text = card.sampling.max_sequence_length
+    if not isinstance(params, SamplingParams):
+        return ForwardSize(1, text_tokens=text)
+    _, *cells = card.geometry.latent_shape(params.frames, params.height, params.width)
+    return _clip_size(2 if params.guided else 1, (cells[0], cells[1], cells[2]), text, card)
+
+
+def _clip_size(rows: int, cells: tuple[int, int, int], text_tokens: int, card: ModelCard) -> ForwardSize:
+    frames, height, width = cells
+    patch = card.geometry.patch
+    tokens = (frames // patch[0]) * (height // patch[1]) * (width // patch[2])
+    return ForwardSize(rows, frames, height, width, tokens, text_tokens)
