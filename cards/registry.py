@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,18 @@ class Family:
     def peak_bytes(self) -> dict[tuple[str, str], Callable[..., int]]:
         """(component kind, operation) -> function (config, ``cards.memory.ForwardSize``) -> worst-case bytes of the
         forward's activations; empty for a family that has none."""
-        if importlib.util.find_spec(f"{self.module}.memory") is None:
-            return {}
-        return importlib.import_module(f"{self.module}.memory").PEAK_BYTES
+        return _peak_bytes(self.module)
 
     def prepare(self) -> dict[str, Callable[..., Any]]:
         """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""
         return importlib.import_module(f"{self.module}.components").PREPARE
+
+
+@cache
+def _peak_bytes(module: str) -> dict[tuple[str, str], Callable[..., int]]:
+    if importlib.util.find_spec(f"{module}.memory") is None:
+        return {}
+    return importlib.import_module(f"{module}.memory").PEAK_BYTES
 
 
 FAMILIES: dict[str, Family] = {

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cards.card import LoopSpec, ModelCard
+from cards.card import ModelCard
 from cards.program import Node
 from inference.admission import Demand
 from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
 from inference.peak import request_peak_bytes
 from inference.request import ResolvedRequest
+from loops.forecast import forecast
 from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
 
 FLOAT_BYTES = 4
@@ -76,21 +77,15 @@ def _forwards(resolved: ResolvedRequest, nodes: tuple[Node, ...], card: ModelCar
             yield Workload(node.component, "", 1, _node_tokens(node, resolved, card)), 1
             continue
         spec = card.loops[node.loop]
-        rows = 2 if params.guided else 1
+        ahead = forecast(spec, params, card)
         for component in sorted(set(spec.components.values())):
-            yield Workload(component, "", rows, _loop_tokens(spec, resolved, card)), params.steps
+            yield Workload(component, "", ahead.rows, ahead.tokens), ahead.steps
 
 
 def _node_tokens(node: Node, resolved: ResolvedRequest, card: ModelCard) -> int:
     if node.op == "encode" or not isinstance(resolved.params, SamplingParams):
         return card.sampling.max_sequence_length
     return _clip_tokens(resolved.params, card)
-
-
-def _loop_tokens(spec: LoopSpec, resolved: ResolvedRequest, card: ModelCard) -> int:
-    if isinstance(resolved.params, SamplingParams):
-        return _clip_tokens(resolved.params, card)
-    return 1
 
 
 def _clip_tokens(params: SamplingParams, card: ModelCard) -> int:

@@ -19,6 +19,7 @@ from cards.program import Node
 from cards.registry import family
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
+from loops.forecast import forecast
 from loops.loop import ModelCall, SamplingParams, WorkPlan
 
 _CONFIGS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
@@ -33,28 +34,27 @@ def step_peak_bytes(plan: WorkPlan, instance: ModelInstance) -> int:
 
 def request_peak_bytes(resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
     """Worst case over the steps of a request whose program runs ``nodes``."""
-    size = _size_of_request(resolved, instance.card)
-    return max(
-        (_bytes(instance, *operation, part) for operation, part in _operations(nodes, instance, size)), default=0
-    )
+    operations = _operations(resolved, nodes, instance)
+    return max((_bytes(instance, *operation, size) for operation, size in operations), default=0)
 
 
 def _operations(
-    nodes: tuple[Node, ...], instance: ModelInstance, size: ForwardSize
+    resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance
 ) -> Iterator[tuple[tuple[str, str], ForwardSize]]:
     """((component, operation), size) of all that the nodes may call: of a loop, any operation of its components."""
     card = instance.card
+    size = _size_of_request(resolved, card)
     for node in nodes:
         if node.loop is None:
             assert node.component is not None and node.op is not None
-            yield (node.component, node.op), replace(size, rows=1)
+            yield (node.component, node.op), size
             continue
         spec = card.loops[node.loop]
-        part = size
+        part = replace(size, rows=forecast(spec, resolved.params, card).rows)
         tile = spec.options.get("tile")
         if isinstance(tile, list):
             height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[call-overload]
-            part = replace(size, rows=1, height=min(height, size.height), width=min(width, size.width))
+            part = replace(part, height=min(height, size.height), width=min(width, size.width))
         for component in sorted(set(spec.components.values())):
             kind = card.components[component].kind
             for known, method in family(card.family).peak_bytes():
@@ -93,7 +93,7 @@ def _size_of_request(resolved: ResolvedRequest, card: ModelCard) -> ForwardSize:
     if not isinstance(params, SamplingParams):
         return ForwardSize(1, text_tokens=text)
     _, *cells = card.geometry.latent_shape(params.frames, params.height, params.width)
-    return _clip_size(2 if params.guided else 1, (cells[0], cells[1], cells[2]), text, card)
+    return _clip_size(1, (cells[0], cells[1], cells[2]), text, card)
 
 
 def _clip_size(rows: int, cells: tuple[int, int, int], text_tokens: int, card: ModelCard) -> ForwardSize:
