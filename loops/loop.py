@@ -286,7 +286,9 @@ class Instance(Protocol):
     """What a loop and the reference driver may ask of a loaded model."""
 
     card: ModelCard
-    tokenizer: Any
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     def dtype(self, component: str) -> torch.dtype: ...
 

@@ -7,7 +7,7 @@ scores in ``text`` and ``score``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,7 @@ def run_ladder(card: ModelCard, device: torch.device | str = "cpu", *, seed: int
     for task, kind in tasks.items():
         if library is None:
             break
-        rows = {TEXT_LOOP: text_rows, SCORE_LOOP: score_rows}.get(kind, clip_rows)
-        yield from rows(instance, task, library, seed=seed)
+        yield from ROWS.get(kind, clip_rows)(instance, task, library, seed=seed)
     del library
     if "C3" in levels:
         yield interleave_gate(instance, batching="shape")
@@ -72,6 +71,10 @@ def clip_rows(instance: ModelInstance, task: str, library: WanLibrary, *, seed: 
                 instance, prompt=PROMPT, seed=seed, solver=solver, tolerance=card.parity.tolerances["C2"]
             )
             yield replace(report, what=f"{report.what}, {solver}")
+
+
+ROWS: dict[str, Callable[..., Iterator[GateReport]]] = {TEXT_LOOP: text_rows, SCORE_LOOP: score_rows}
+"""By the kind of a task's first loop; the others are clips."""
 
 
 # -- C0

@@ -210,6 +210,29 @@ def test_what_is_cancelled_or_fails_takes_no_other_kind_with_it(load: list[Work]
     assert differences(load, got, alone) == EXACT
 
 
+@pytest.mark.parametrize("kv_bytes", [0, KV_BYTES])
+def test_what_was_suspended_goes_on_to_the_bit(load: list[Work], alone: list[Artifact], kv_bytes: int) -> None:
+    engine = Engine(kv_bytes=kv_bytes)
+    handles = [engine.submit(work.request, work.instance) for work in load]
+    for _ in range(3):
+        engine.tick()
+    resting = {kind: next(h for w, h in zip(load, handles) if w.kind == kind and not h.done) for kind in EXACT}
+    for handle in resting.values():
+        handle.suspend()
+    for _ in range(4):
+        engine.tick()
+    stopped = {kind: handle.progress for kind, handle in resting.items()}
+    engine.tick()
+    assert {kind: handle.state for kind, handle in resting.items()} == dict.fromkeys(EXACT, "suspended")
+    assert {kind: handle.progress for kind, handle in resting.items()} == stopped
+    assert all(done < total for done, total in stopped.values())
+    for handle in resting.values():
+        handle.resume()
+    while engine.tick():
+        pass
+    assert differences(load, [handle.result() for handle in handles], alone) == EXACT
+
+
 def test_the_gate_sees_a_request_that_depends_on_its_neighbours(load: list[Work], alone: list[Artifact]) -> None:
     """A module that remembers its last call, in each kind."""
     for kind, component in (("clip", "transformer"), ("text", "lm"), ("score", "clip")):
