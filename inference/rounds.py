@@ -49,10 +49,11 @@ class Rounds:
         running = handle._running
         try:
             while (plan := running.plan()) is not None:
-                if plan.cache_key is None:
-                    return True
-                cached: Tensor | None = self.features.get(feature_key(running.instance, plan.cache_key))
+                cached: Tensor | None = None
+                if plan.cache_key is not None:
+                    cached = self.features.get(feature_key(running.instance, plan.cache_key))
                 if cached is None:
+                    running.instance.build([call.component for call in plan.calls])  # before a clock runs
                     return True
                 self._take(handle, (cached,), cached=True)
         except Exception as failure:

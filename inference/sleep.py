@@ -50,7 +50,7 @@ class _Asleep:
                 self._forget = weakref.finalize(self, self._file.unlink, missing_ok=True)
                 for block in blocks:
                     if block.device.type == "cpu":
-                        stream.write(memoryview(block.data().numpy()))
+                        stream.write(block.data().numpy().data)
         for place in self._places:
             place.tensor.data = torch.empty(0, dtype=place.tensor.dtype, device=place.tensor.device)
 
@@ -63,7 +63,7 @@ class _Asleep:
                 block = allocate(size, residue, device)
                 if host is not None:
                     block.data().copy_(host)
-                elif stream is None or stream.readinto(memoryview(block.data().numpy())) != size:
+                elif stream is None or stream.readinto(block.data().numpy().data) != size:
                     raise RuntimeError(f"{self._file} is shorter than it was written; the weights in it are lost")
                 blocks.append(block)
         for place in self._places:

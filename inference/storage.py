@@ -46,7 +46,7 @@ class Block:
     def data(self) -> Tensor:
         """uint8 (size,): a view."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return whole.set_(self.storage, self.begin, (self.size,))
+        return whole.set_(self.storage, self.begin, (self.size,), (1,))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[Block], list[Place]]:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First and past-the-last byte of a tensor in its storage."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin, item = tensor.storage_offset(), tensor.element_size()
+    begin, item = int(tensor.storage_offset()), tensor.element_size()
     return begin * item, (begin + last + 1) * item
 
 

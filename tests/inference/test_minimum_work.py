@@ -25,6 +25,7 @@ from cards.errors import UserError
 from cards.needs import needed_components, optional_components, request_needs
 from cards.source import SourceError, check_source, load_component
 from inference.engine import Engine
+from inference.extend.observer import Forward, Observer
 from inference.instance import ModelInstance
 from inference.parity.reference import drive_request
 from inference.request import Request
@@ -212,6 +213,29 @@ def test_a_config_is_read_without_building(card: ModelCard, loads: list[str]) ->
     assert built(instance) == set()
     instance.build(("vae",))
     assert instance.config("vae").z_dim == before["vae"].z_dim
+
+
+def test_the_time_of_a_build_is_not_that_of_a_forward(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted costs come from measured forwards; a load of minutes would spoil them."""
+
+    class Clock(Observer):
+        def __init__(self) -> None:
+            self.seconds: dict[str, float] = {}
+
+        def on_forward(self, forward: Forward) -> None:
+            self.seconds[forward.component] = forward.seconds
+
+    def slow(component: Component, folder: Path, device: Any = "cpu") -> Any:
+        if component.kind == "vae":
+            time.sleep(1.5)
+        return load_component(component, folder, device)
+
+    monkeypatch.setattr(cards.source, "load_component", slow)
+    clock = Clock()
+    began = time.monotonic()
+    Engine(observers=(clock,)).run(PIXELS, ModelInstance.load(card))
+    assert time.monotonic() - began > 1.5
+    assert clock.seconds["vae"] < 1.5
 
 
 # -- the checks come first
