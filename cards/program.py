@@ -1,8 +1,7 @@
 """A task of a card as a list of nodes over named slots.
 
 A node reads slots and writes one. ``when`` says under which condition it runs, so that only the components that a
-request needs are loaded and only the nodes that it needs run; :func:`active_nodes` is the ONE place that decides, and
-every runner uses it.
+request needs are loaded and only the nodes that it needs run. Runners ask :mod:`cards.needs`, which decides both.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _serve(argv: Sequence[str]) -> int:
             budget=settings.budget(),
             costs=card.root,
         )
-        instance = engine.load(card)
+        instance = engine.load(card, tasks=tuple(card.programs))  # a server that listens is ready
 
         import uvicorn
 

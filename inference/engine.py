@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,9 +105,13 @@ class Engine:
     def features(self) -> FeatureCache:
         return self.caches.features
 
-    def load(self, card: ModelCard | str | Path) -> ModelInstance:
-        """Loads a card, or a folder that is an export or a plain diffusers folder; the first is the default model."""
-        instance = ModelInstance.load(card if isinstance(card, ModelCard) else card_of(card), self.device)
+    def load(self, card: ModelCard | str | Path, *, tasks: Collection[str] = ()) -> ModelInstance:
+        """Checks a card, or a folder that is an export or a plain diffusers folder; the first is the default model.
+
+        What the ``tasks`` require is built now, every other component when a request first needs it.
+        """
+        found = card if isinstance(card, ModelCard) else card_of(card)
+        instance = ModelInstance.load(found, self.device, tasks=tasks)
         if self._default is None:
             self._default = instance
         return instance

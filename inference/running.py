@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cards.program import active_nodes
+from cards.needs import request_needs
 from inference.artifact import Artifact, Provenance
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
@@ -56,8 +56,8 @@ class Running:
         self.instance = instance
         self.listener = listener
         self.started = time.monotonic()
-        program = instance.card.programs[resolved.request.task]
-        self.nodes = active_nodes(program, guided=resolved.params.guided, pixels=resolved.pixels)
+        task, guided, pixels = resolved.request.task, resolved.params.guided, resolved.pixels
+        self.nodes = request_needs(instance.card, task, guided=guided, pixels=pixels).nodes
         self.cursor = 0
         self.slots: dict[str, Any] = {
             "prompt": resolved.prompt,

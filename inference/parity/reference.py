@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cards.program import active_nodes
+from cards.needs import request_needs
 from inference.instance import ModelInstance
 from inference.request import Request, resolve
 from loops.drive import drive
@@ -19,8 +19,8 @@ def drive_slots(instance: ModelInstance, request: Request) -> dict[str, Any]:
     resolved = resolve(request, instance.card)
     inputs = {} if request.inputs is None else request.inputs
     slots: dict[str, Any] = {"prompt": resolved.prompt, "negative_prompt": resolved.negative_prompt, **inputs}
-    program = instance.card.programs[request.task]
-    nodes = active_nodes(program, guided=resolved.params.guided, pixels=resolved.pixels)
+    guided, pixels = resolved.params.guided, resolved.pixels
+    nodes = request_needs(instance.card, request.task, guided=guided, pixels=pixels).nodes
     for node in nodes:
         spec = None if node.loop is None else instance.card.loops[node.loop]
         loop = component_loop(node) if spec is None else loop_of_kind(spec.kind)
