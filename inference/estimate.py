@@ -17,6 +17,7 @@ from inference.peak import request_peak_bytes
 from inference.request import ResolvedRequest
 from loops.forecast import forecast
 from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
+from loops.score import ScoreParams
 
 FLOAT_BYTES = 4
 TEXT_WIDTH = 4096
@@ -25,6 +26,8 @@ CLIPS_HELD = 6
 
 SOLVER_BYTES = 64 * 1024
 """Tables of a solver: sigmas, timesteps and what diffusers' schedulers keep of the training schedule."""
+PREPARED_FRAME_BYTES = 3 * 336 * 336 * FLOAT_BYTES
+"""A frame as a scorer takes it, at the largest size of the published CLIP models."""
 
 
 def tokens_of_call(call: ModelCall, card: ModelCard) -> int:
@@ -97,10 +100,14 @@ def _resident_bytes(resolved: ResolvedRequest, instance: ModelInstance) -> int:
     params, card = resolved.params, instance.card
     if isinstance(params, TokenParams):
         return 8 * (params.max_tokens + (0 if card.sampling.text is None else card.sampling.text.context))
+    given = {} if resolved.request.inputs is None else resolved.request.inputs
+    inputs = sum(tensor.numel() * tensor.element_size() for tensor in given.values())
+    if isinstance(params, ScoreParams):
+        return 2 * inputs + params.rows * PREPARED_FRAME_BYTES
     if not isinstance(params, SamplingParams):
-        return 0
+        return inputs
     channels, frames, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
-    held = SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
+    held = inputs + SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
     if resolved.pixels:
         held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
     text = FLOAT_BYTES * card.sampling.max_sequence_length * _text_width(instance)

@@ -19,6 +19,7 @@ from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
 from loops.ar_decode import Completion
 from loops.component import tensors_digest
+from loops.forecast import forecast
 from loops.loop import BehaviourRecord, Done, KVSource, Loop, LoopContext, LoopState, StepResult, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
@@ -65,7 +66,11 @@ class Running:
             **({} if resolved.request.inputs is None else resolved.request.inputs),
         }
         self.steps_done = 0
-        self.steps_total = resolved.params.steps + sum(node.loop is None for node in self.nodes)
+        loops = instance.card.loops
+        self.steps_total = sum(
+            1 if node.loop is None else forecast(loops[node.loop], resolved.params, instance.card).steps
+            for node in self.nodes
+        )
         self.versions = instance.versions()
         self.behaviour: BehaviourRecord | None = None
         self.failure: BaseException | None = None

@@ -37,6 +37,9 @@ SOLVER_OF_SCHEDULER = {
 SHIFT_KEYS = ("flow_shift", "shift")
 HUB = {"1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}
 
+LOST_LEVELS: dict[str, tuple[str, ...]] = {"diffusion_denoise": (), "diffusion_denoise_exit": ("C1",)}
+"""Loop kind -> parity levels that it cannot keep; C1 and C2 of one that is not listed."""
+
 _TRANSFORMER = {
     "patch_size": [1, 2, 2],
     "attention_head_dim": 128,
@@ -132,9 +135,16 @@ def with_vae_tiles(
 
 
 def with_denoise_loop(card: ModelCard, kind: str, **options: JsonValue) -> ModelCard:
-    """A child of the card whose denoising loop is of another kind, such as those of ``loops.adaptive``."""
+    """A child of the card whose denoising loop is of another kind, such as those of ``loops.adaptive``.
+
+    It no longer promises what such a loop gives up: to equal the library (C1) and, where velocities are reused, that
+    training recomputes them (C2).
+    """
     changes = {"kind": kind, "options": options, "dynamic_stop": kind != "diffusion_denoise"}
-    return card.derive(loops={**card.loops, "denoise": card.loops["denoise"].model_copy(update=changes)})
+    lost = LOST_LEVELS.get(kind, ("C1", "C2"))
+    parity = card.parity.model_copy(update={"levels": tuple(x for x in card.parity.levels if x not in lost)})
+    loops = {**card.loops, "denoise": card.loops["denoise"].model_copy(update=changes)}
+    return card.derive(loops=loops, parity=parity)
 
 
 def _clip_defaults(card: ModelCard, size: str) -> Sampling:

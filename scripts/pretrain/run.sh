@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the bundled tiny Wan2.1 from nothing: VAE, then transformer and text encoder, then the figures.
-# Under 90 minutes on 2 otherwise idle cores. Seeds are fixed. Needs a C++ compiler (torch.compile).
+# About an hour on 2 cores. Seeds are fixed. Needs a C++ compiler (torch.compile).
 #
 #     bash scripts/pretrain/run.sh [output folder, default cards/wan21/weights/tiny]
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that operations make and that are alive at once: the activations of what runs under it."""
+"""Counts the bytes of tensors that operations make and that live at once: the activations of what runs under it."""
 
 from __future__ import annotations
 
