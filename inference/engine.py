@@ -8,7 +8,6 @@ calls of different requests share a forward. Training rollouts and the server us
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -27,7 +26,10 @@ from inference.books import Books
 from inference.cache.feature import FeatureCache
 from inference.cache.manager import CacheManager
 from inference.estimate import demand_of, step_seconds
+from inference.extend.chain import Chain
+from inference.extend.interceptor import Interceptor
 from inference.extend.observer import Observer
+from inference.fair_lock import FairLock
 from inference.handle import Cancelled, EngineFault, Handle
 from inference.instance import ModelInstance
 from inference.intake import Intake
@@ -65,6 +67,8 @@ class Engine:
         kv_bytes: size of the pool of keys and values of each language model; 0 gives every text a cache of its own
             that grows, and no two texts share a forward.
         observers: see every forward and step, in this order; a step that one refuses fails its request alone.
+        interceptors: change calls and results of the requests whose ``extensions`` name them.
+        exact: True refuses whatever may change a result's bits: batching, and interceptors that are not exact.
         costs: folder where measured costs are kept from run to run, one file a card and device.
     """
 
@@ -79,10 +83,16 @@ class Engine:
         cache_bytes: int = 256 * 2**20,
         kv_bytes: int = 0,
         observers: Sequence[Observer] = (),
+        interceptors: Sequence[Interceptor] = (),
+        exact: bool = False,
         costs: Path | None = None,
     ):
         if batching not in BATCHING:
             raise unknown_name("batching", batching, BATCHING)
+        if exact and batching != "off":
+            raise UserError(
+                f'got exact=True with batching={batching!r}, expected batching="off": merged forwards differ'
+            )
         self.device = torch.device(device)
         self.batching = batching
         self.scheduler = Scheduler(policy)
@@ -92,10 +102,11 @@ class Engine:
         self.ledger = Ledger(budget)
         self.caches = CacheManager(cache_bytes)
         self.books = Books(self.device, costs)
-        self.round_lock = threading.RLock()
+        self.round_lock = FairLock()
         """Held while a round runs: who holds it sees no step under way."""
+        self._chain = Chain(interceptors, exact=exact)
         self._intake = Intake(self.ledger, self.scheduler)
-        self._rounds = Rounds(self.caches.features, observers, max_rows, self._finish, self._measured)
+        self._rounds = Rounds(self.caches.features, observers, self._chain, max_rows, self._finish, self._measured)
         self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
         self._apart: dict[Handle, None] = {}
         """Requests that a run moves, past the line."""
@@ -296,7 +307,8 @@ class Engine:
             self.books.of(target.card),
             cache_bytes=self._texts.bytes_of(resolved, running.nodes, target),
         )
-        return Handle(running, demand, scope, self._intake.change)
+        settled = self._chain.settle(request.extensions)
+        return Handle(running, demand, scope, self._intake.change, settled)
 
     def _finish(self, handle: Handle, failure: BaseException | None) -> None:
         kv = handle._running.kv
