@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from cards.errors import UserError
 from inference.admission import Demand, Ticket, Waiting
@@ -36,8 +36,10 @@ class Handle:
         demand: Demand,
         scope: CancelScope | None = None,
         changed: Callable[[Handle], None] | None = None,
+        settled: Mapping[str, Any] | None = None,
     ):
-        """``changed`` is called, on the caller's thread, when the request was cancelled, suspended or resumed."""
+        """``changed`` is called, on the caller's thread, when the request was cancelled, suspended or resumed;
+        ``settled`` are the parameters of the interceptors that it asks for."""
         self.id = f"request-{next(_NUMBERS)}"
         self.arrival = time.monotonic()
         self.admitted_at: float | None = None
@@ -45,6 +47,7 @@ class Handle:
         self.demand = demand
         self._running = running
         self._changed = changed
+        self._settled = {} if settled is None else settled
         self._scope = CancelScope(scope)
         self._done = threading.Event()
         self._artifact: Artifact | None = None
@@ -111,7 +114,7 @@ class Handle:
             self._changed(self)
 
     def _finish(self, failure: BaseException | None) -> None:
-        self._scope.close()
+        self._scope.forget(self._tell)
         try:
             if failure is None:
                 self._artifact = self._running.artifact()

@@ -83,6 +83,8 @@ class Request:
     """0 keeps every token."""
     stop: tuple[str, ...] | None = None
     """The text ends before the first of these, though it span tokens."""
+    extensions: Mapping[str, Mapping[str, Any]] | None = None
+    """Name of an interceptor that the engine has -> its parameters for this request."""
     inputs: Mapping[str, Tensor] | None = None
     """The tensors that the task's program declares, by name: ``pixels`` of a score is uint8 RGB (F, H, W, 3), F = 1 for
     a picture. They are read while the request runs: not to be written to before it is done."""

@@ -7,12 +7,15 @@ takes no other with it unless they shared its forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from inference.batching import Job, Listener, Outcome, evaluate_merged, evaluate_solo
 from inference.cache.feature import FeatureCache
 from inference.cache.keys import FeatureKey, feature_key
+from inference.extend.chain import Chain
+from inference.extend.interceptor import Place
 from inference.extend.observer import Forward, Observer, Step
 from inference.handle import Cancelled, Handle
 from inference.instance import ModelInstance
@@ -27,15 +30,23 @@ class Rounds:
     """See the module's docstring.
 
     Args:
+        chain: interceptors of the requests that ask for them.
         finish: called once for a request that completed or failed.
         measured: hears of every forward with its call and its time.
     """
 
     def __init__(
-        self, features: FeatureCache, observers: Sequence[Observer], max_rows: int, finish: Finish, measured: Listener
+        self,
+        features: FeatureCache,
+        observers: Sequence[Observer],
+        chain: Chain,
+        max_rows: int,
+        finish: Finish,
+        measured: Listener,
     ):
         self.features = features
         self.observers = tuple(observers)
+        self.chain = chain
         self.max_rows = max_rows
         self._finish = finish
         self._measured = measured
@@ -51,7 +62,7 @@ class Rounds:
             while (plan := running.plan()) is not None:
                 cached: Tensor | None = None
                 if plan.cache_key is not None:
-                    cached = self.features.get(feature_key(running.instance, plan.cache_key))
+                    cached = self.features.get(_key(handle, plan.cache_key))
                 if cached is None:
                     running.instance.build([call.component for call in plan.calls])  # before a clock runs
                     return True
@@ -69,28 +80,46 @@ class Rounds:
         leaders: dict[FeatureKey, int] = {}
         followers: list[tuple[Handle, int]] = []
         keys: dict[int, FeatureKey] = {}
+        refused: dict[int, Exception] = {}
         for handle in handles:
             running = handle._running
             plan = running.plan()
             assert plan is not None
             if plan.cache_key is not None:
-                key = feature_key(running.instance, plan.cache_key)
+                key = _key(handle, plan.cache_key)
                 if key in leaders:
                     followers.append((handle, leaders[key]))
                     continue
                 leaders[key] = len(owners)
                 keys[len(owners)] = key
             first = len(jobs)
-            jobs += [Job(running.instance, call, running.resolved.request.profile) for call in plan.calls]
+            try:
+                calls = [self.chain.before(call, _place(handle, call), handle._settled) for call in plan.calls]
+            except Exception as failure:
+                refused[len(owners)] = failure
+                calls = []
+            jobs += [Job(running.instance, call, running.resolved.request.profile) for call in calls]
             owners.append((handle, first, len(jobs)))
         outcomes = self.evaluate(jobs, batching)
+        results: list[list[Outcome]] = []
         for index, (handle, first, last) in enumerate(owners):
-            advanced = self._advance(handle, outcomes[first:last])
+            pairs = zip(jobs[first:last], outcomes[first:last], strict=True)
+            own = [self._after(handle, job.call, outcome) for job, outcome in pairs]
+            results.append([refused[index]] if index in refused else own)
+            advanced = self._advance(handle, results[index])
             if advanced and index in keys:
-                self.keep(keys[index], outcomes[first])
+                self.keep(keys[index], results[index][0])
         for handle, leader in followers:
-            first = owners[leader][1]
-            self._advance(handle, outcomes[first : first + 1])
+            self._advance(handle, results[leader])
+
+    def _after(self, handle: Handle, call: ModelCall, outcome: Outcome) -> Outcome:
+        """What the interceptors make of a result; a failure of theirs is the outcome."""
+        if not handle._settled or isinstance(outcome, Exception):
+            return outcome
+        try:
+            return self.chain.after(call, outcome, _place(handle, call), handle._settled)
+        except Exception as failure:
+            return failure
 
     def evaluate(self, jobs: Sequence[Job], batching: str) -> list[Outcome]:
         """An outcome a job; every forward is measured and shown to the observers."""
@@ -139,6 +168,19 @@ class Rounds:
             observer.on_step(step)
         running.advance(StepResult(outputs))
         handle._stream.put("step", plan.label, *handle.progress)
+
+
+def _key(handle: Handle, cache_key: tuple[Any, ...]) -> FeatureKey:
+    """Of a step's result; what interceptors made of it is another result."""
+    component, operation, inputs = cache_key
+    if handle._settled:
+        inputs = (inputs, Chain.key(handle._settled))
+    return feature_key(handle._running.instance, (component, operation, inputs))
+
+
+def _place(handle: Handle, call: ModelCall) -> Place:
+    running = handle._running
+    return Place(running.instance.card.components[call.component].kind, running.loop_step)
 
 
 def tensors_of(outcomes: Sequence[Outcome]) -> tuple[Tensor, ...]:

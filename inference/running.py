@@ -123,6 +123,11 @@ class Running:
             self.listener(label, self.steps_done, self.steps_total)
 
     @property
+    def loop_step(self) -> int:
+        """Steps that the current node's loop has done."""
+        return 0 if self._state is None else self._state.step
+
+    @property
     def resting(self) -> bool:
         return self._rest is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,24 +91,22 @@ class CancelScope:
 
     def on_cancel(self, call: Callable[[], None]) -> None:
         """``call`` is called on the thread that cancels this scope or one around it; at once when that was."""
-        if self.parent is not None:
-            self.parent.on_cancel(call)
-        with self._lock:
-            if not self._cancelled.is_set():
-                self._hears[call] = None
-                return
-        call()
+        for scope in self._lineage():
+            with scope._lock:
+                cancelled = scope._cancelled.is_set()
+                if not cancelled:
+                    scope._hears[call] = None
+            if cancelled:
+                call()
 
-    def close(self) -> None:
-        """Its requests are over: scopes around it forget what it asked to hear."""
-        with self._lock:
-            hears, self._hears = self._hears, {}
-        scope = self.parent
+    def forget(self, call: Callable[[], None]) -> None:
+        """``call`` need not be called any more."""
+        for scope in self._lineage():
+            with scope._lock:
+                scope._hears.pop(call, None)
+
+    def _lineage(self) -> Iterator[CancelScope]:
+        scope: CancelScope | None = self
         while scope is not None:
-            scope._forget(hears)
+            yield scope
             scope = scope.parent
-
-    def _forget(self, calls: Iterable[Callable[[], None]]) -> None:
-        with self._lock:
-            for call in calls:
-                self._hears.pop(call, None)
