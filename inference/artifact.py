@@ -26,6 +26,8 @@ class Provenance:
     negative_prompt: str
     params: Any
     """SamplingParams of a clip, TokenParams of a text, ScoreParams of a score."""
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    """Loop node -> its own params, where the request overrode some."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Name -> digest of each tensor that the request brought."""
 

@@ -73,14 +73,13 @@ def demand_of(
 
 def _forwards(resolved: ResolvedRequest, nodes: tuple[Node, ...], card: ModelCard) -> Iterator[tuple[Workload, int]]:
     """Each forward of a request with how often it runs; a loop's branches are rows of one step."""
-    params = resolved.params
     for node in nodes:
         if node.loop is None:
             assert node.component is not None
             yield Workload(node.component, "", 1, _node_tokens(node, resolved, card)), 1
             continue
         spec = card.loops[node.loop]
-        ahead = forecast(spec, params, card)
+        ahead = forecast(spec, resolved.params_of(node.id), card)
         for component in sorted(set(spec.components.values())):
             yield Workload(component, "", ahead.rows, ahead.tokens), ahead.steps
 
@@ -111,4 +110,4 @@ def _resident_bytes(resolved: ResolvedRequest, instance: ModelInstance) -> int:
     if resolved.pixels:
         held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
     text = FLOAT_BYTES * card.sampling.max_sequence_length * _text_width(instance)
-    return held + text * (2 if params.guided else 1)
+    return held + text * (2 if resolved.guided else 1)

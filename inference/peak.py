@@ -50,7 +50,7 @@ def _operations(
             yield (node.component, node.op), size
             continue
         spec = card.loops[node.loop]
-        part = replace(size, rows=forecast(spec, resolved.params, card).rows)
+        part = replace(size, rows=forecast(spec, resolved.params_of(node.id), card).rows)
         tile = spec.options.get("tile")
         if isinstance(tile, list):
             height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ import math
 import numbers
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -83,6 +83,8 @@ class Request:
     """0 keeps every token."""
     stop: tuple[str, ...] | None = None
     """The text ends before the first of these, though it span tokens."""
+    overrides: Mapping[str, Mapping[str, Any]] | None = None
+    """Loop node of the program -> fields of this request that differ there, such as ``{"refine": {"steps": 4}}``."""
     extensions: Mapping[str, Mapping[str, Any]] | None = None
     """Name of an interceptor that the engine has -> its parameters for this request."""
     inputs: Mapping[str, Tensor] | None = None
@@ -98,6 +100,17 @@ class ResolvedRequest:
     params: Any
     """SamplingParams of a clip, TokenParams of a text, ScoreParams of a score."""
     negative_prompt: str
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    """Node -> its own params, where the request overrides some."""
+
+    def params_of(self, node: str) -> Any:
+        """What a node's loop runs with."""
+        return self.nodes.get(node, self.params)
+
+    @property
+    def guided(self) -> bool:
+        """Whether any of its loops has an unconditional branch."""
+        return any(params.guided for params in (self.params, *self.nodes.values()))
 
     @property
     def prompt(self) -> str | list[dict[str, str]]:
@@ -124,7 +137,54 @@ def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
 
 def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
     """Fills in the card's defaults and checks every value; raises ``UserError`` that names all problems at once."""
-    spec, s = denoise_spec(card, request.task), card.sampling
+    spec = denoise_spec(card, request.task)
+    plain = _resolve_loop(replace(request, overrides=None), card, spec)
+    if request.overrides is None:
+        return plain
+    nodes = _node_params(request.overrides, plain, card, spec)
+    return replace(plain, request=replace(plain.request, overrides=request.overrides), nodes=nodes)
+
+
+def _node_params(
+    overrides: Mapping[str, Mapping[str, Any]], plain: ResolvedRequest, card: ModelCard, first: LoopSpec
+) -> dict[str, Any]:
+    """Params of each node that a request overrides; raises ``UserError`` that names every problem."""
+    loops = {n.id: card.loops[n.loop] for n in card.programs[plain.request.task].nodes if n.loop is not None}
+    fields = _overridable(first.kind)
+    params: dict[str, Any] = {}
+    problems: list[str] = []
+    for node, values in overrides.items():
+        if node not in loops:
+            problems.append(str(unknown_name("loop node", node, loops)))
+            continue
+        if _overridable(loops[node].kind) != fields:
+            problems.append(f"{node}: got overrides for a loop of kind {loops[node].kind!r}, which takes none here")
+            continue
+        unknown = [name for name in values if name not in fields]
+        if unknown:
+            problems += [f"{node}: {unknown_name('field', name, fields)}" for name in unknown]
+            continue
+        try:
+            params[node] = _resolve_loop(replace(plain.request, **values), card, loops[node]).params
+        except UserError as error:
+            problems.append(f"{node}: {error}")
+    if problems:
+        raise UserError("the request cannot run: overrides: " + "; ".join(problems))
+    return params
+
+
+def _overridable(kind: str) -> tuple[str, ...]:
+    """Fields of a request that may differ from loop to loop of its kind."""
+    if kind == TEXT_LOOP:
+        return ("max_tokens", "temperature", "top_p", "top_k", "stop")
+    if kind.startswith("diffusion_"):
+        return ("steps", "guidance", "guidance_policy", "solver", "shift")
+    return ()
+
+
+def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> ResolvedRequest:
+    """The request as one of its loops sees it."""
+    s = card.sampling
     if spec.kind == TEXT_LOOP:
         return _resolve_text(request, card)
     if spec.kind == SCORE_LOOP:

@@ -57,7 +57,7 @@ class Running:
         self.instance = instance
         self.listener = listener
         self.started = time.monotonic()
-        task, guided, pixels = resolved.request.task, resolved.params.guided, resolved.pixels
+        task, guided, pixels = resolved.request.task, resolved.guided, resolved.pixels
         self.nodes = request_needs(instance.card, task, guided=guided, pixels=pixels).nodes
         self.cursor = 0
         self.slots: dict[str, Any] = {
@@ -68,7 +68,7 @@ class Running:
         self.steps_done = 0
         loops = instance.card.loops
         self.steps_total = sum(
-            1 if node.loop is None else forecast(loops[node.loop], resolved.params, instance.card).steps
+            1 if node.loop is None else forecast(loops[node.loop], resolved.params_of(node.id), instance.card).steps
             for node in self.nodes
         )
         self.versions = instance.versions()
@@ -96,7 +96,7 @@ class Running:
                     capture=frozenset(self.resolved.request.capture),
                     kv=self.kv,
                 )
-                self._state = self._loop.init(self.resolved.params, self.instance, ctx)
+                self._state = self._loop.init(self.resolved.params_of(node.id), self.instance, ctx)
             assert self._loop is not None
             step = self._loop.next(self._state)
             if isinstance(step, Done):
@@ -172,6 +172,7 @@ class Running:
                 prompt=r.request.prompt,
                 negative_prompt=r.negative_prompt,
                 params=r.params,
+                nodes=r.nodes,
                 inputs={name: tensors_digest({name: t}) for name, t in inputs.items()},
             ),
             behaviour=self.behaviour,

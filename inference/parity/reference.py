@@ -19,13 +19,13 @@ def drive_slots(instance: ModelInstance, request: Request) -> dict[str, Any]:
     resolved = resolve(request, instance.card)
     inputs = {} if request.inputs is None else request.inputs
     slots: dict[str, Any] = {"prompt": resolved.prompt, "negative_prompt": resolved.negative_prompt, **inputs}
-    guided, pixels = resolved.params.guided, resolved.pixels
+    guided, pixels = resolved.guided, resolved.pixels
     nodes = request_needs(instance.card, request.task, guided=guided, pixels=pixels).nodes
     for node in nodes:
         spec = None if node.loop is None else instance.card.loops[node.loop]
         loop = component_loop(node) if spec is None else loop_of_kind(spec.kind)
         ctx = LoopContext(spec=spec, slots=slots, profile=request.profile, capture=frozenset(request.capture))
-        slots[node.writes] = drive(loop, resolved.params, instance, ctx).value
+        slots[node.writes] = drive(loop, resolved.params_of(node.id), instance, ctx).value
     return {node.writes: slots[node.writes] for node in nodes}
 
 
