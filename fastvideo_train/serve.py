@@ -37,6 +37,10 @@ class ServeOptions(Options):
     policy: Literal["fair", "fifo", "deadline"] = Field(
         "fair", description="fair shares the device's seconds, fifo finishes the oldest first, deadline the most urgent"
     )
+    compile: Literal["off", "regional", "graphs"] = Field(
+        "off",
+        description="torch.compile the transformer's blocks; graphs adds CUDA graphs. Needs a C++ compiler on CPU",
+    )
     max_queue: int = Field(64, ge=1, description="requests that may wait; past it, 429")
     max_running: int = Field(8, ge=1, description="requests whose steps interleave")
     max_work: float = Field(16.0, gt=0, description="largest frames x pixels x steps of a request, in card defaults")
@@ -76,6 +80,12 @@ def _serve(argv: Sequence[str]) -> int:
             costs=card.root,
         )
         instance = engine.load(card, tasks=tuple(card.programs))  # a server that listens is ready
+        if options.compile != "off":
+            from inference.compiling import compile_component
+
+            for name, component in card.components.items():
+                if component.kind == "transformer":
+                    compile_component(instance, name, cuda_graphs=options.compile == "graphs")
 
         import uvicorn
 

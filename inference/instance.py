@@ -198,7 +198,10 @@ class ModelInstance:
             self._compute(call.component),
             resident.active() as module,
         ):
-            return operation(module, tensors, call.static)
+            if resident.compiled != "graphs":
+                return operation(module, tensors, call.static)
+            torch.compiler.cudagraph_mark_step_begin()
+            return operation(module, tensors, call.static).clone()  # the next replay writes over it
 
     def _compute(self, component: str) -> contextlib.AbstractContextManager[Any]:
         """Autocast when the card computes in another precision than it stores: one surface for serve and train."""

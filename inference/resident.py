@@ -52,6 +52,8 @@ class Resident:
     version: int = 0
     """Grows with every change of the weights."""
     uid: int = field(default_factory=lambda: next(_UIDS))
+    compiled: str = ""
+    """How the module was compiled: "" | regional | graphs; see ``inference.compiling``."""
     blueprint: Once[nn.Module] | None = None
     """Makes the module without storage, for who asks of its config or size before it is built."""
 

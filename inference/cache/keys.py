@@ -53,7 +53,7 @@ def feature_key(instance: ModelInstance, cache_key: tuple[Any, ...]) -> FeatureK
         component=component,
         version=resident.version,
         adapter=resident.adapter,
-        precision=f"{instance.dtype(component)}, computed in {instance.card.precision.serve}",
+        precision=f"{instance.dtype(component)}, computed in {instance.card.precision.serve}{_compiled(resident)}",
         operation=operation,
         inputs=inputs,
     )
@@ -218,4 +218,10 @@ def _texts(fields: Mapping[str, Any] | BaseModel) -> tuple[tuple[str, str], ...]
 
 
 def _precision(instance: ModelInstance, component: str) -> tuple[tuple[str, str], ...]:
-    return (*_texts(instance.card.precision), ("weights", str(instance.dtype(component))))
+    weights = str(instance.dtype(component)) + _compiled(instance.residents[component])
+    return (*_texts(instance.card.precision), ("weights", weights))
+
+
+def _compiled(resident: Resident) -> str:
+    """A compiled module gives other last bits."""
+    return f", compiled {resident.compiled}" if resident.compiled else ""
