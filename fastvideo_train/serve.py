@@ -67,10 +67,9 @@ def _serve(argv: Sequence[str]) -> int:
     with _bind(options.host, options.port) as listener:
         from inference.engine import Engine  # loads torch: after the checks that need none
         from inference.load import card_of
-
-        card = card_of(options.ckpt)
         from inference.serving.settings import Settings
 
+        card = card_of(options.ckpt)
         settings = Settings(max_queue=options.max_queue, max_running=options.max_running, max_work=options.max_work)
         engine = Engine(
             pick_device(options.device),

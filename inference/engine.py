@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -231,7 +231,7 @@ class Engine:
             return True
 
     def _round(self) -> None:
-        ready = {h.id: h for h in list(self._intake.in_flight) if self._rounds.plan(h)}
+        ready: dict[Hashable, Handle] = {h.id: h for h in list(self._intake.in_flight) if self._rounds.plan(h)}
         if not ready:
             return
         entries = [self._entry(handle) for handle in ready.values()]

@@ -53,7 +53,7 @@ def _operations(
         part = replace(size, rows=forecast(spec, resolved.params_of(node.id), card).rows)
         tile = spec.options.get("tile")
         if isinstance(tile, list):
-            height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[call-overload]
+            height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[arg-type]
             part = replace(part, height=min(height, size.height), width=min(width, size.width))
         for component in sorted(set(spec.components.values())):
             kind = card.components[component].kind

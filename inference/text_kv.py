@@ -53,7 +53,11 @@ class TextKV:
         """The pool of a component, made at its first use."""
         module: Any = instance.module(component)
         name = (component, instance.residents[component].uid)
-        sizes = {"dtype": instance.dtype(component), "device": instance.device, "block_tokens": BLOCK_TOKENS}
+        sizes: dict[str, Any] = {
+            "dtype": instance.dtype(component),
+            "device": instance.device,
+            "block_tokens": BLOCK_TOKENS,
+        }
         one = paged_spec(module.config, blocks=1, **sizes)
         blocks = self._kv_bytes // one.block_bytes
         if blocks < 1:
