@@ -16,6 +16,7 @@ import torch
 from cards.errors import UserError
 from inference.artifact import Artifact
 from inference.engine import Cancelled, Engine, EngineFault
+from inference.engine_thread import EngineThread
 from inference.instance import ModelInstance
 from inference.media import write_video
 from inference.serving.jobs import Job, JobError, JobStore, Status
@@ -52,24 +53,20 @@ class EngineWorker:
         self.store = store
         self.settings = settings
         self.metrics = Metrics()
-        self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._jobs: dict[Job, None] = {}
         """With the engine, in order of arrival."""
-        self._stopping = False
         self._round_started: float | None = None
         self._mean_seconds = 1.0
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = EngineThread(engine, before=self._begin, after=self._note, over=self._abandon)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         """Ends after the step under way; unfinished jobs fail."""
-        self._stopping = True
-        self.engine.wake()
-        self._thread.join()
+        self._thread.stop()
         self._encoder.shutdown()
         self.engine.close()
 
@@ -77,7 +74,7 @@ class EngineWorker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.alive
 
     @property
     def stalled(self) -> bool:
@@ -98,7 +95,7 @@ class EngineWorker:
     def enqueue(self, job: Job) -> None:
         """Takes a job in; raises :class:`QueueFull`, :class:`EngineDown`, or ``UserError`` for what can never run."""
         with self._lock:
-            if self._stopping or self.failure is not None or not self.alive:
+            if self._thread.stopping or not self.alive:
                 raise EngineDown
             if self._counts()[1] >= self.settings.max_queue:
                 self.metrics.rejected.inc()
@@ -133,22 +130,14 @@ class EngineWorker:
 
     # -- the engine thread
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._round_started = began = time.monotonic()
-                worked = self.engine.tick()
-                self._round_started = None
-                if worked:
-                    self.metrics.round_seconds.observe(time.monotonic() - began)
-                self._collect()
-                if not worked and not self._stopping:
-                    self.engine.wait()
-        except BaseException as failure:
-            self.failure = failure
-            log.exception("the engine thread died")
-        finally:
-            self._abandon()
+    def _begin(self) -> None:
+        self._round_started = time.monotonic()
+
+    def _note(self, worked: bool) -> None:
+        began, self._round_started = self._round_started, None
+        if worked and began is not None:
+            self.metrics.round_seconds.observe(time.monotonic() - began)
+        self._collect()
 
     def _collect(self) -> None:
         """Notes progress; passes on what is done."""
@@ -176,8 +165,8 @@ class EngineWorker:
     def _abandon(self) -> None:
         with self._lock:
             error = STOPPED
-            if self.failure is not None:
-                error = JobError("engine_failed", f"the engine failed: {self.failure}")
+            if self._thread.failure is not None:
+                error = JobError("engine_failed", f"the engine failed: {self._thread.failure}")
             for job in self._jobs:
                 if job.handle is not None:
                     job.handle.cancel()

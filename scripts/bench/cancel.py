@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from dataclasses import replace
 
 from _tools import options, random_wan, report
 
 from inference.engine import Engine
+from inference.engine_thread import EngineThread
 from inference.request import Request
 
 GOAL = 1.0
@@ -27,15 +27,8 @@ def main(arguments: list[str]) -> int:
     instance = random_wan(heads=2, layers=2, ffn=256)
     engine, rng = Engine(), random.Random(0)
     base = Request(prompt="a red circle", steps=200, guidance=1.0, solver="euler", output="latents")
-    stop = threading.Event()
-
-    def loop() -> None:
-        while not stop.is_set():
-            if not engine.tick():
-                engine.wait(0.1)
-
-    worker = threading.Thread(target=loop)
-    worker.start()
+    thread = EngineThread(engine)
+    thread.start()
     after, waits = [], []
     for trial in range(chosen["trials"]):
         handles = [engine.submit(replace(base, seed=seed), instance) for seed in range(4)]
@@ -50,9 +43,7 @@ def main(arguments: list[str]) -> int:
         for handle in handles:
             handle.cancel()
         print(f"trial {trial + 1}: {after[-1]} steps after cancel, {1e3 * waits[-1]:.1f} ms", flush=True)
-    stop.set()
-    engine.wake()
-    worker.join()
+    thread.stop()
     tickets = engine.ledger.tickets
     report(
         "cancel",

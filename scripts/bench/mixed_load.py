@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ import numpy as np
 from _tools import options, random_wan, report
 
 from inference.engine import Engine, Handle
+from inference.engine_thread import EngineThread
 from inference.instance import ModelInstance
 from inference.request import Request
 
@@ -54,15 +54,8 @@ def replay(arrivals: list[Arrival], policy: str, instance: ModelInstance) -> tup
     """Latencies (s) by size, the longest pause (s) of a request between two steps, and the seconds of it all."""
     engine = Engine(policy=policy)  # type: ignore[arg-type]
     engine.encode([BASE.prompt], instance)
-    stop = threading.Event()
-
-    def loop() -> None:
-        while not stop.is_set():
-            if not engine.tick():
-                engine.wait(0.05)
-
-    worker = threading.Thread(target=loop)
-    worker.start()
+    thread = EngineThread(engine)
+    thread.start()
     began = time.monotonic()
     handles: list[tuple[Arrival, Handle]] = []
     for arrival in arrivals:
@@ -77,9 +70,7 @@ def replay(arrivals: list[Arrival], policy: str, instance: ModelInstance) -> tup
         latencies[arrival.size].append(events[-1].seconds)
         steps = [event.seconds for event in events]
         pause = max(pause, *np.diff(steps))
-    stop.set()
-    engine.wake()
-    worker.join()
+    thread.stop()
     return latencies, pause, time.monotonic() - began
 
 

@@ -112,7 +112,14 @@ NFT = (
     "eval.count=2",
     "eval.steps=2",
 )
-FINETUNE = ("method=finetune", "batch_size=4", "data.clips=24", "eval.prompts=none", "method.warmup=2", "method.lr=1e-4")
+FINETUNE = (
+    "method=finetune",
+    "batch_size=4",
+    "data.clips=24",
+    "eval.prompts=none",
+    "method.warmup=2",
+    "method.lr=1e-4",
+)
 
 
 @pytest.fixture(scope="session")

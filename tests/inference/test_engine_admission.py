@@ -16,6 +16,7 @@ from cards.errors import UserError
 from inference.admission import AdmissionInfeasible, Budget, Demand
 from inference.batching import PoolFault
 from inference.engine import Cancelled, Engine, EngineFault, Handle
+from inference.engine_thread import EngineThread
 from inference.instance import ModelInstance, Resident
 from inference.load import card_of
 from inference.request import Request
@@ -342,16 +343,7 @@ def test_steps_are_measured_and_kept_from_run_to_run(wan: ModelInstance, tmp_pat
 
 def test_an_engine_thread_serves_submissions_from_several_threads(wan: ModelInstance) -> None:
     engine = Engine(budget=Budget(slots=3))
-    stop = threading.Event()
-
-    def loop() -> None:
-        while not stop.is_set():
-            if not engine.tick():
-                engine.wait(1.0)
-
     expected = {seed: Engine().run(replace(BASE, seed=seed), wan).latents for seed in range(4)}
-    worker = threading.Thread(target=loop)
-    worker.start()
     results: dict[int, list[torch.Tensor]] = {seed: [] for seed in range(4)}
 
     def client(seed: int) -> None:
@@ -359,14 +351,12 @@ def test_an_engine_thread_serves_submissions_from_several_threads(wan: ModelInst
             results[seed].append(engine.submit(replace(BASE, seed=seed), wan).result(60).latents)
 
     clients = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
-    for one in clients:
-        one.start()
-    for one in clients:
-        one.join(60)
-    stop.set()
-    engine.wake()
-    worker.join(10)
-    assert not worker.is_alive()
+    with EngineThread(engine) as thread:
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join(60)
+    assert not thread.alive and thread.failure is None
     for seed, latents in results.items():
         assert len(latents) == 3 and all(torch.equal(x, expected[seed]) for x in latents)
     assert_all_returned(engine)
