@@ -71,7 +71,8 @@ def _generate(argv: Sequence[str]) -> int:
 
     from inference.engine import Engine  # loads torch: after the checks that need none
     from inference.load import card_of
-    from inference.request import Request, resolve
+    from inference.request import Request
+    from inference.resolve import resolve
 
     card = card_of(options.ckpt)
     request = Request(

@@ -35,7 +35,8 @@ from inference.instance import ModelInstance
 from inference.intake import Intake
 from inference.load import card_of
 from inference.peak import step_peak_bytes
-from inference.request import Request, resolve
+from inference.request import Request
+from inference.resolve import resolve
 from inference.rounds import Rounds, encode_prompts
 from inference.running import Running, StepListener
 from inference.scheduler import Scheduler

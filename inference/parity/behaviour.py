@@ -14,7 +14,8 @@ from torch import Tensor
 from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.interleave import GateReport, tensor_difference, worst
-from inference.request import Request, denoise_spec, resolve
+from inference.request import Request
+from inference.resolve import denoise_spec, resolve
 from loops.drive import drive
 from loops.loop import LoopContext, ModelCall, Profile
 from loops.registry import component_loop

@@ -25,7 +25,8 @@ from inference.parity.reference import drive_request
 from inference.parity.requests import gate_tasks
 from inference.parity.score import score_rows
 from inference.parity.text import text_rows
-from inference.request import SCORE_LOOP, TEXT_LOOP, Request, denoise_spec, resolve
+from inference.request import Request
+from inference.resolve import SCORE_LOOP, TEXT_LOOP, denoise_spec, resolve
 from loops.denoise import initial_noise
 from loops.loop import ModelCall
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cards.needs import request_needs
 from inference.instance import ModelInstance
-from inference.request import Request, resolve
+from inference.request import Request
+from inference.resolve import resolve
 from loops.drive import drive
 from loops.loop import LoopContext
 from loops.registry import component_loop, loop_of_kind

@@ -10,7 +10,8 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.errors import UserError
 from inference.instance import ModelInstance
-from inference.request import SCORE_LOOP, TEXT_LOOP, Request
+from inference.request import Request
+from inference.resolve import SCORE_LOOP, TEXT_LOOP
 from loops.loop import Profile
 
 CLIP_PROMPTS = ("a red circle moves left", "two blue squares", "", "a green triangle stays still")

@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from cards.geometry import Geometry
-from inference.request import Request, ResolvedRequest, resolve
+from inference.request import Request, ResolvedRequest
+from inference.resolve import resolve
 from inference.serving.errors import ApiError
 from inference.serving.settings import Settings
 

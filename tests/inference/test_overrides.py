@@ -15,7 +15,8 @@ from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.parity.reference import drive_request
-from inference.request import Request, resolve
+from inference.request import Request
+from inference.resolve import resolve
 
 BASE = Request(prompt="a red circle", seed=1, steps=3, guidance=1.0, frames=5, height=16, width=16, output="latents")
 

@@ -12,7 +12,9 @@ import pytest
 from cards.card import LoopMismatchError, ModelCard, Schedule
 from cards.errors import UserError
 from inference.load import card_of
-from inference.request import MAX_SEED, Request, denoise_spec, resolve
+from inference.request import Request
+from inference.request_checks import MAX_SEED
+from inference.resolve import denoise_spec, resolve
 from loops.loop import Profile
 
 

@@ -19,7 +19,8 @@ from inference.engine import Engine
 from inference.extend.observer import Forward, Observer
 from inference.instance import ModelInstance
 from inference.load import card_of
-from inference.request import Request, resolve
+from inference.request import Request
+from inference.resolve import resolve
 from loops.loop import Profile
 from loops.score import Score, ScoreParams
 from methods.rewards.clip_score import CLIPScore

@@ -19,7 +19,8 @@ from inference.engine import Cancelled, Engine
 from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.parity.reference import drive_request
-from inference.request import Message, Request, resolve
+from inference.request import Message, Request
+from inference.resolve import resolve
 from inference.running import Running
 from loops.loop import ModelCall, Profile, StepResult, TokenParams
 from tests.support.tiny_qwen3 import save_tiny_qwen3

@@ -23,7 +23,8 @@ from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.parity.interleave import interleave_gate
 from inference.parity.reference import drive_request
-from inference.request import Request, resolve
+from inference.request import Request
+from inference.resolve import resolve
 from loops.adaptive import Evaluated
 from loops.denoise import initial_noise
 from loops.loop import Done, LoopContext, LoopState, Profile, StepResult

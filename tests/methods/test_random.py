@@ -7,7 +7,7 @@ import hashlib
 import torch
 from scipy import stats
 
-from inference.request import MAX_SEED
+from inference.request_checks import MAX_SEED
 from methods.random import address_seed, generator_at, noise_like
 
 

@@ -1,0 +1,167 @@
+"""Settles a request against its card: defaults, overrides of single nodes, and every problem named at once."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cards.card import LoopMismatchError, LoopSpec, ModelCard
+from cards.errors import UserError, unknown_name
+from inference.inputs import input_problems
+from inference.request import Request, ResolvedRequest
+from inference.request_checks import MAX_SEED, TEXT_ONLY, default, foreign, is_number, run_problems
+from inference.resolve_text import resolve_score, resolve_text
+from loops.guidance import guidance_policy
+from loops.loop import Profile, SamplingParams
+from loops.solvers import SOLVERS
+
+CAPTURES = ("trajectory", "velocities")
+OUTPUTS = ("video", "latents")
+TEXT_LOOP = "ar_decode"
+SCORE_LOOP = "score"
+
+
+def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
+    """The loop of a task's program, whatever its kind; raises ``UserError`` for a task that the card does not have."""
+    if task not in card.programs:
+        raise unknown_name(f"task of card {card.name!r}", task, card.programs)
+    loop = next(node.loop for node in card.programs[task].nodes if node.loop is not None)
+    return card.loops[loop]
+
+
+def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
+    """Fills in the card's defaults and checks every value; raises ``UserError`` that names all problems at once."""
+    spec = denoise_spec(card, request.task)
+    plain = _resolve_loop(replace(request, overrides=None), card, spec)
+    if request.overrides is None:
+        return plain
+    nodes = _node_params(request.overrides, plain, card, spec)
+    return replace(plain, request=replace(plain.request, overrides=request.overrides), nodes=nodes)
+
+
+def _node_params(
+    overrides: Mapping[str, Mapping[str, Any]], plain: ResolvedRequest, card: ModelCard, first: LoopSpec
+) -> dict[str, Any]:
+    """Params of each node that a request overrides; raises ``UserError`` that names every problem."""
+    loops = {n.id: card.loops[n.loop] for n in card.programs[plain.request.task].nodes if n.loop is not None}
+    fields = _overridable(first.kind)
+    params: dict[str, Any] = {}
+    problems: list[str] = []
+    for node, values in overrides.items():
+        if node not in loops:
+            problems.append(str(unknown_name("loop node", node, loops)))
+            continue
+        if _overridable(loops[node].kind) != fields:
+            problems.append(f"{node}: got overrides for a loop of kind {loops[node].kind!r}, which takes none here")
+            continue
+        unknown = [name for name in values if name not in fields]
+        if unknown:
+            problems += [f"{node}: {unknown_name('field', name, fields)}" for name in unknown]
+            continue
+        try:
+            params[node] = _resolve_loop(replace(plain.request, **values), card, loops[node]).params
+        except UserError as error:
+            problems.append(f"{node}: {error}")
+    if problems:
+        raise UserError("the request cannot run: overrides: " + "; ".join(problems))
+    return params
+
+
+def _overridable(kind: str) -> tuple[str, ...]:
+    """Fields of a request that may differ from loop to loop of its kind."""
+    if kind == TEXT_LOOP:
+        return ("max_tokens", "temperature", "top_p", "top_k", "stop")
+    if kind.startswith("diffusion_"):
+        return ("steps", "guidance", "guidance_policy", "solver", "shift")
+    return ()
+
+
+def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> ResolvedRequest:
+    """The request as one of its loops sees it."""
+    s = card.sampling
+    if spec.kind == TEXT_LOOP:
+        return resolve_text(request, card)
+    if spec.kind == SCORE_LOOP:
+        return resolve_score(request, card)
+    ladder = spec.schedule.ladder
+    values: dict[str, Any] = {
+        "frames": default(request.frames, s.frames),
+        "height": default(request.height, s.height),
+        "width": default(request.width, s.width),
+        "steps": default(request.steps, s.steps if ladder is None else len(ladder)),
+        "guidance": default(request.guidance, spec.guidance.scale),
+        "guidance_policy": default(request.guidance_policy, spec.guidance.policy),
+        "solver": default(request.solver, spec.solver),
+        "shift": default(request.shift, spec.schedule.shift),
+        "seed": default(request.seed, secrets.randbelow(2**31)),
+    }
+    negative_prompt = default(request.negative_prompt, s.negative_prompt)
+    problems = _problems(request, card, values, negative_prompt)
+    if problems:
+        raise UserError("the request cannot run: " + "; ".join(problems))
+    if ladder is not None and values["steps"] != len(ladder):
+        raise LoopMismatchError(
+            f"got steps={values['steps']}; {card.name} was distilled for the ladder {list(ladder)}: "
+            f"leave steps out or use steps={len(ladder)}"
+        )
+    if ladder is not None and request.shift is not None:
+        raise LoopMismatchError(
+            f"got shift={request.shift}; {card.name} was distilled for the ladder {list(ladder)}, which is final: "
+            "leave shift out"
+        )
+    params = SamplingParams(**{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])})
+    return ResolvedRequest(
+        request=replace(request, seed=params.seed),
+        params=params,
+        negative_prompt=negative_prompt,
+    )
+
+
+def _problems(request: Request, card: ModelCard, values: dict[str, Any], negative_prompt: Any) -> list[str]:
+    """Everything that is wrong with the settled values."""
+    found = foreign(request, TEXT_ONLY) + [
+        f"{name}: got {value!r}, expected a string"
+        for name, value in (("prompt", request.prompt), ("negative_prompt", negative_prompt))
+        if not isinstance(value, str)
+    ]
+    for name, low, high, text in (
+        ("steps", 1, math.inf, "at least 1"),
+        ("seed", 0, MAX_SEED, "0 .. 2^63 - 1"),
+    ):
+        value = values[name]
+        if not is_number(value, numbers.Integral) or not low <= value <= high:
+            found.append(f"{name}: got {value!r}, expected a whole number, {text}")
+    guidance, shift = values["guidance"], values["shift"]
+    if not (is_number(guidance, numbers.Real) and math.isfinite(guidance) and guidance >= 0):
+        found.append(f"guidance: got {guidance!r}, expected a number >= 0 (1 = conditional only)")
+    if not (is_number(shift, numbers.Real) and math.isfinite(shift) and shift > 0):
+        found.append(f"shift: got {shift!r}, expected a number > 0")
+    sizes = {name: values[name] for name in ("frames", "height", "width")}
+    not_whole = [name for name, value in sizes.items() if not is_number(value, numbers.Integral)]
+    found += [f"{name}: got {sizes[name]!r}, expected a whole number" for name in not_whole]
+    checks: list[Callable[[], Any]] = [lambda: guidance_policy(str(values["guidance_policy"]))]
+    if not not_whole:
+        checks.append(lambda: card.geometry.check(**sizes))
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found.append(str(error))
+    if values["solver"] not in SOLVERS:
+        found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
+    if request.output not in OUTPUTS:
+        found.append(f"output: got {request.output!r}, expected one of {', '.join(OUTPUTS)}")
+    found += run_problems(request) + input_problems(request.inputs, card.programs[request.task], request.task)
+    if isinstance(request.capture, str):
+        found.append(f"capture: got the string {request.capture!r}, expected a tuple of {', '.join(CAPTURES)}")
+    else:
+        found += [
+            f"capture: got {c!r}, expected one of {', '.join(CAPTURES)}" for c in request.capture if c not in CAPTURES
+        ]
+    if request.capture and request.profile is Profile.SERVE:
+        found.append("capture: a SERVE request keeps no behaviour; use profile=Profile.ROLLOUT")
+    return found
