@@ -320,7 +320,7 @@ class Engine:
             observer.on_finish(handle.id, handle._running.failure)
 
     def _lose(self, handles: Sequence[Handle], fault: BaseException) -> None:
-        for handle in handles:
+        for handle in [handle for handle in handles if not handle.done]:
             failure = EngineFault(f"the engine failed while the request was in flight: {fault}")
             failure.__cause__ = fault
             self._finish(handle, failure)

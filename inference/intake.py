@@ -107,6 +107,8 @@ class Intake:
             self._inbox.append(handle)
 
     def _admit(self, handle: Handle) -> Iterator[Ended]:
+        if handle.done:  # it was failed while it was in the inbox
+            return
         if handle._scope.cancelled:
             yield handle, Cancelled("the request was cancelled")
             return

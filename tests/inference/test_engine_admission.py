@@ -216,6 +216,24 @@ def test_a_suspended_request_goes_on_to_the_bit(wan: ModelInstance, solver: str,
     assert_all_returned(engine)
 
 
+def test_one_that_is_failed_after_it_asked_to_go_on_is_not_let_in(wan: ModelInstance) -> None:
+    """Found by the soak test: it was over, and still in the inbox."""
+    engine = Engine()
+    handle = engine.submit(BASE, wan)
+    engine.tick()
+    handle.suspend()
+    engine.tick()
+    handle.resume()
+    engine._intake.held = True
+    engine.tick()
+    engine.fail(handle, UserError("stopped"))
+    engine._intake.held = False
+    finish(engine)
+    with pytest.raises(UserError, match="stopped"):
+        handle.result()
+    assert_all_returned(engine)
+
+
 def test_a_suspended_text_goes_on_to_the_bit_and_one_that_is_cancelled_returns_its_blocks(lm: ModelInstance) -> None:
     request = replace(TEXT, temperature=1.0, max_tokens=8)
     expected = Engine().run(request, lm).text
