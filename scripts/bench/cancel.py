@@ -42,6 +42,8 @@ def main(arguments: list[str]) -> int:
         after.append(chosen_one.progress[0] - done)
         for handle in handles:
             handle.cancel()
+        while not all(handle.done for handle in handles):
+            time.sleep(0.0005)
         print(f"trial {trial + 1}: {after[-1]} steps after cancel, {1e3 * waits[-1]:.1f} ms", flush=True)
     thread.stop()
     tickets = engine.ledger.tickets
