@@ -24,6 +24,8 @@ class Job:
     instance: ModelInstance
     call: ModelCall
     profile: Profile
+    alone: bool = False
+    """Never merged: a result that outlives its step must not depend on who else was in the forward."""
 
 
 Outcome = Tensor | Exception
@@ -77,7 +79,8 @@ def evaluate_merged(jobs: Sequence[Job], max_rows: int, listener: Listener | Non
         resident = job.instance.residents.get(job.call.component)
         uid = None if resident is None else resident.uid
         precision = job.instance.card.precision.serve
-        groups.setdefault((uid, precision, job.profile, job.call.merge_key()), []).append(index)
+        key = (uid, precision, job.profile, job.call.merge_key(), index if job.alone else None)
+        groups.setdefault(key, []).append(index)
     for members in groups.values():
         outcomes.update(_evaluate_group(jobs, members, max_rows, listener))
     return [outcomes[index] for index in range(len(jobs))]

@@ -195,14 +195,20 @@ class Engine:
             return encode_prompts(self._rounds, prompts, instance, self.batching)
 
     def _run_together(self, handles: Sequence[Handle], batching: str) -> None:
-        """These requests alone, a step each a round, past the line and the budget."""
+        """These requests alone, a step each a round, past the line and the budget.
+
+        Steps whose results are kept go first, so that which steps meet in a forward, and with them the last bits of a
+        batched run, do not depend on what the cache holds: a resumed training run repeats the uninterrupted one.
+        """
         for handle in handles:
             handle._state = "running"
             self._apart[handle] = None
         try:
             while pending := [handle for handle in handles if not handle.done]:
                 with self.round_lock:
-                    self._rounds.step([handle for handle in pending if self._rounds.plan(handle)], batching)
+                    ready = [handle for handle in pending if self._rounds.plan(handle)]
+                    kept = [handle for handle in ready if _is_kept(handle)]
+                    self._rounds.step(kept if kept else ready, batching)
         except BaseException as fault:
             self._lose([handle for handle in handles if not handle.done], fault)
             raise
@@ -370,3 +376,9 @@ class Engine:
     def close(self) -> None:
         """Keeps what was measured, where the engine was given a folder for it."""
         self.books.save()
+
+
+def _is_kept(handle: Handle) -> bool:
+    """Whether the result of the request's next step goes into the feature cache."""
+    plan = handle._running.plan()
+    return plan is not None and plan.cache_key is not None

@@ -98,7 +98,8 @@ class Rounds:
             except Exception as failure:
                 refused[len(owners)] = failure
                 calls = []
-            jobs += [Job(running.instance, call, running.resolved.request.profile) for call in calls]
+            profile, kept = running.resolved.request.profile, plan.cache_key is not None
+            jobs += [Job(running.instance, call, profile, alone=kept) for call in calls]
             owners.append((handle, first, len(jobs)))
         outcomes = self.evaluate(jobs, batching)
         results: list[list[Outcome]] = []
@@ -210,7 +211,7 @@ def encode_prompts(rounds: Rounds, prompts: Sequence[str], instance: ModelInstan
         key = feature_key(instance, plan.cache_key)
         found: Tensor | None = rounds.features.get(key)
         if found is None:
-            missing.append((len(features), key, Job(instance, plan.calls[0], Profile.SERVE)))
+            missing.append((len(features), key, Job(instance, plan.calls[0], Profile.SERVE, alone=True)))
         features.append(found)
     outcomes = rounds.evaluate([job for _, _, job in missing], batching)
     for (index, key, _), output in zip(missing, tensors_of(outcomes), strict=True):
