@@ -340,6 +340,7 @@ class Ledgers(RuleBasedStateMachine):
         assert (ticket is not None) == (used + resident <= 20)
         if ticket is not None:
             self.held[ticket] = self.reserved[ticket] = Demand(resident_bytes=resident, slots=0)
+        self.collect()  # those who can no longer fit are told now; later they might fit again
         return ticket
 
     @rule(ticket=consumes(reservations))

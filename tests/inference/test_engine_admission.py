@@ -155,17 +155,18 @@ def test_one_that_waits_can_be_cancelled_and_never_takes_a_step(wan: ModelInstan
 def test_the_more_urgent_of_those_who_wait_goes_first(wan: ModelInstance) -> None:
     order: list[str] = []
 
-    def submit(engine: Engine, name: str, **fields: Any) -> None:
+    def submit(engine: Engine, name: str, **fields: Any) -> Handle:
         request = replace(BASE, prompt=name, **fields)
-        engine.submit(request, wan, lambda label, done, total: order.append(name) if done == total else None)
+        return engine.submit(request, wan, lambda label, done, total: order.append(name) if done == total else None)
 
     for policy, fields in (("fifo", {"priority": 3}), ("deadline", {"deadline": 60.0}), ("fair", {"steps": 1})):
         engine = Engine(policy=policy, budget=Budget(slots=1))  # type: ignore[arg-type]
         order.clear()
         submit(engine, "first", steps=4)
         engine.tick()
-        submit(engine, "later", steps=4)
-        submit(engine, "urgent", **fields)
+        later = submit(engine, "later", steps=4)
+        urgent = submit(engine, "urgent", **fields)
+        urgent.arrival = later.arrival  # fair is short first, less the head start that an earlier arrival has
         finish(engine)
         assert order == ["first", "urgent", "later"], policy
 

@@ -63,7 +63,7 @@ def test_values_reach_the_object():
     assert isinstance(reward, WeightedReward)
     assert reward.weights == {"shape_eval": 1.0, "clip_score": 0.25}
     assert reward.rewards["clip_score"].frames is None
-    assert reward.rewards["shape_eval"].target == "score"
+    assert reward.rewards["shape_eval"].target == "blend"
 
 
 def test_nested_mistakes_name_their_place():
