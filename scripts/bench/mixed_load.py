@@ -1,6 +1,6 @@
 """How long short requests wait behind long ones at 0.8 of capacity: fair shares against first come, first served.
 
-    python scripts/bench/mixed_load.py [requests=120] [load=80] [seed=0]
+    python scripts/bench/mixed_load.py [requests=60] [load=80] [seed=0]
 
 Four sizes of request (2, 8, 24 and 60 steps) arrive as a Poisson process, 15, 25, 45 and 15 % of them; ``load`` is the
 share in percent of what the device can do, measured first. Both policies replay the same arrivals in real time, with
@@ -75,8 +75,8 @@ def replay(arrivals: list[Arrival], policy: str, instance: ModelInstance) -> tup
 
 
 def main(arguments: list[str]) -> int:
-    chosen = options(arguments, {"requests": 120, "load": 80, "seed": 0})
-    instance = random_wan(heads=2, layers=2, ffn=256)
+    chosen = options(arguments, {"requests": 60, "load": 80, "seed": 0})
+    instance = random_wan(layers=8)
     warm = Engine()
     warm.run(replace(BASE, seed=0, steps=20), instance)
     began = time.perf_counter()
