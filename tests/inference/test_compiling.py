@@ -4,6 +4,7 @@ a sync. CUDA graphs are tried where there is a GPU."""
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def load(folder: Path, device: str = "cpu") -> ModelInstance:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, inside inductor
 def test_a_compiled_transformer_is_close_interleaves_to_the_bit_and_follows_a_sync(wan_folder: Path) -> None:
     plain, fast = load(wan_folder), load(wan_folder)
