@@ -96,9 +96,9 @@ class Intake:
         if handle.done:
             return
         if handle._scope.cancelled:
-            if handle not in self.in_flight and (handle in self.resting or handle._place is not None):
+            if handle._state != "running":  # one that runs hears of it before its next step
                 yield handle, Cancelled("the request was cancelled")
-            return  # one in flight hears of it before its next step, one in the inbox when it is taken out
+            return
         if handle._wants_rest and handle in self.in_flight:
             self._suspend(handle)
         elif not handle._wants_rest and handle in self.resting:
@@ -107,7 +107,7 @@ class Intake:
             self._inbox.append(handle)
 
     def _admit(self, handle: Handle) -> Iterator[Ended]:
-        if handle.done:  # it was failed while it was in the inbox
+        if handle.done:  # it was failed or cancelled while it was in the inbox
             return
         if handle._scope.cancelled:
             yield handle, Cancelled("the request was cancelled")

@@ -180,6 +180,11 @@ def test_nobody_is_admitted_while_the_engine_holds(wan: ModelInstance) -> None:
     finish(engine)
     assert before.done and not after.done
     assert engine.counts == (0, 1)
+    gone = engine.submit(replace(BASE, seed=3), wan)
+    gone.cancel()
+    finish(engine)
+    with pytest.raises(Cancelled):  # at once, not when the engine goes on
+        gone.result(timeout=0)
     engine.release()
     finish(engine)
     assert after.done
