@@ -84,7 +84,7 @@ def _values(field: FieldInfo) -> str:
     kind = kinds[0] if kinds else annotation
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    return {str: "TEXT", int: "INT", float: "NUMBER"}[kind]
+    return {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}[kind]
 
 
 def _meaning(field: FieldInfo) -> str:

@@ -16,6 +16,7 @@ class Example(Options):
     steps: Int64 | None = Field(None, description="count")
     scale: float = Field(1.5, gt=0, description="factor")
     mode: Literal["a", "b"] = Field("a", description="way")
+    fast: bool = Field(False, description="haste")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         parse_options(Example, ["step=3", "steps=many", "scale=0", "mode=c", "--mode", "b", "scale=1"])
     message = str(caught.value)
     assert "unknown option 'step'" in message and "Did you mean 'steps'" in message
-    assert "expected one of: mode, prompt, scale, steps" in message
+    assert "expected one of: fast, mode, prompt, scale, steps" in message
     assert "steps: got 'many'" in message
     assert "scale: got '0'" in message and "greater than 0" in message
     assert "mode: got 'c'" in message and "'a' or 'b'" in message
@@ -63,6 +64,7 @@ def test_usage_lists_every_option_with_its_default() -> None:
         "scale=NUMBER",
         "(default: 1.5)",
         "mode=a|b",
+        "fast=true|false",
         "prog prompt=x",
     ):
         assert part in text
