@@ -1,4 +1,5 @@
-"""From a composed config to the objects of a run. No weights load here; every complaint is a ``UserError``.
+"""From a composed config to the objects of a run. Every complaint is a ``UserError``; no weights load here, but by
+``load_others``.
 
 Knows Hydra's ``_target_``; knows no method or reward by name.
 """
@@ -15,10 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from cards.registry import family
+from cards.source import load_component, resolve_folder
 from fastvideo_train.parallel.plan import Plan, make_plan
+from inference.instance import ModelInstance, Resident
 from methods.method import Method
 from methods.rewards.build import build_reward
 from methods.rewards.reward import Reward
+from methods.roles import trainable_component
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -68,13 +72,36 @@ def build_method(node: DictConfig) -> Method:
     return method
 
 
-def card_for(card: ModelCard, method: Method) -> ModelCard:
+def in_numerics_of(card: ModelCard, method: Method) -> ModelCard:
     """The card in the numerics that the method trains in, and so rolls out, exports and serves in."""
     if method.text_padding is None:
         return card
     return card.model_copy(
         update={"precision": card.precision.model_copy(update={"text_padding": method.text_padding})}
     )
+
+
+def card_for(card: ModelCard, method: Method) -> ModelCard:
+    """The card that a run of the method from ``card`` trains, evaluates and exports."""
+    trained = method.derive_card(in_numerics_of(card, method))
+    trained.validate()
+    return trained
+
+
+def load_others(base: ModelInstance, cards: Mapping[str, ModelCard]) -> dict[str, ModelInstance]:
+    """The instance of each role that is a card of its own, by role. One from the base's own folder shares the base's
+    frozen components; of another, what the role computes loads now and the rest when it is first used."""
+    home = resolve_folder(base.card.source, base.card.root)
+    others = {}
+    for role, card in cards.items():
+        folder = resolve_folder(card.source, card.root)
+        if folder == home:
+            component = trainable_component(card)
+            module = load_component(card.components[component], folder, base.device)
+            others[role] = base.view({component: Resident(module)}, card=card)
+        else:
+            others[role] = ModelInstance.from_folder(card, folder, base.device, tasks=())
+    return others
 
 
 def build_plan(node: DictConfig) -> Plan:

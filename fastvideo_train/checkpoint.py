@@ -65,8 +65,8 @@ def barrier() -> None:
 
 
 def gather_roles(module: PostTrainingModule) -> dict[str, dict[str, Any]]:
-    """Whole state dict of each role's module, on CPU on rank 0. Call on every rank."""
-    return {name: get_model_state_dict(role, options=_OPTIONS) for name, role in module.roles.items()}
+    """Whole state dict of each role's module and head, on CPU on rank 0. Call on every rank."""
+    return {name: get_model_state_dict(part, options=_OPTIONS) for name, part in module.roles.stored().items()}
 
 
 def weight_change(card: ModelCard, state: dict[str, Any], role: str, lora: LoRA | None) -> dict[str, float]:
@@ -80,12 +80,14 @@ def weight_change(card: ModelCard, state: dict[str, Any], role: str, lora: LoRA 
 
 def state_of(module: PostTrainingModule, data: Mapping[str, Any]) -> dict[str, Any]:
     """The whole state, gathered on rank 0 (other ranks get what they need for the collectives)."""
-    optimizer: Any = module.optimizers(use_pl_optimizer=False)
-    schedule: Any = module.lr_schedulers()
     return {
         "roles": gather_roles(module),
-        "optimizer": get_optimizer_state_dict(module.roles["student"], optimizer, options=_OPTIONS),
-        "schedule": schedule.state_dict(),
+        "optimizers": {
+            role: get_optimizer_state_dict(module.roles, optimizer, options=_OPTIONS)
+            for role, optimizer in module.role_optimizers().items()
+        },
+        "schedules": {role: schedule.state_dict() for role, schedule in module.role_schedules().items()},
+        "method": module.method.state(),
         "data": dict(data),
     }
 
@@ -194,13 +196,14 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
     """
     _check_roles(state["roles"], module)
     options = StateDictOptions(full_state_dict=True, strict=True)
-    for name, role in module.roles.items():
-        set_model_state_dict(role, state["roles"][name], options=options)
-    optimizer: Any = module.optimizers(use_pl_optimizer=False)
-    if state["optimizer"]["state"]:
-        set_optimizer_state_dict(module.roles["student"], optimizer, state["optimizer"], options=options)
-    schedule: Any = module.lr_schedulers()
-    schedule.load_state_dict(state["schedule"])
+    for name, part in module.roles.stored().items():
+        set_model_state_dict(part, state["roles"][name], options=options)
+    for role, optimizer in module.role_optimizers().items():
+        if state["optimizers"][role]["state"]:
+            set_optimizer_state_dict(module.roles, optimizer, state["optimizers"][role], options=options)
+    for role, schedule in module.role_schedules().items():
+        schedule.load_state_dict(state["schedules"][role])
+    module.method.restore(state["method"])
     module.step_index = meta.step
     module.optimizer_steps = meta.optimizer_steps
     for name in module.roles.names:
@@ -209,17 +212,18 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
 
 def _check_roles(stored: Mapping[str, Mapping[str, Any]], module: PostTrainingModule) -> None:
     problems = []
-    if set(stored) != set(module.roles):
-        ours = ", ".join(sorted(module.roles))
+    parts = module.roles.stored()
+    if set(stored) != set(parts):
+        ours = ", ".join(sorted(parts))
         problems.append(f"roles: the checkpoint has {', '.join(sorted(stored))}, this run has {ours}")
-    for name in sorted(set(stored) & set(module.roles)):
+    for name in sorted(set(stored) & set(parts)):
         old = {key: tuple(value.shape) for key, value in stored[name].items()}
-        new = {key: tuple(value.shape) for key, value in module.roles[name].state_dict().items()}
+        new = {key: tuple(value.shape) for key, value in parts[name].state_dict().items()}
         other = sorted(key for key in {**old, **new} if old.get(key) != new.get(key))
         if other:
             problems.append(f"weights of {name}: {len(other)} differ in name or shape, e.g. {other[0]}")
     if problems:
         raise CheckpointError(
-            "the checkpoint does not fit this run: " + "; ".join(problems) + ". Give the same method.lora, method.ema "
-            "and method.kl as the run that wrote it"
+            "the checkpoint does not fit this run: " + "; ".join(problems) + ". Give the same method.lora, method.ema, "
+            "method.kl and method.gan as the run that wrote it"
         )

@@ -6,7 +6,8 @@ Everything that is wrong is reported at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from omegaconf import DictConfig
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import check_source
-from fastvideo_train.build import build_card, build_method, build_method_reward, build_plan, build_target, card_for
+from fastvideo_train.build import (
+    build_card,
+    build_method,
+    build_method_reward,
+    build_plan,
+    build_target,
+    card_for,
+    in_numerics_of,
+)
 from fastvideo_train.parallel.plan import Plan
 from fastvideo_train.rundir import check_free
 from methods.method import Method
@@ -29,6 +38,9 @@ class Parts:
     """The checked parts of a run."""
 
     card: ModelCard
+    """What is trained, evaluated and exported."""
+    base: ModelCard
+    """What the run starts from, as it was named: the parent of what is exported."""
     method: Method
     plan: Plan
     reward: Reward | None
@@ -36,6 +48,8 @@ class Parts:
     """Data module of encoded clips, for methods that need clips."""
     prompts: Any
     """Prompt source, for methods that need prompts."""
+    others: dict[str, ModelCard] = field(default_factory=dict)
+    """Roles that are cards of their own."""
 
 
 def checkpoint_to_resume(run_dir: Path, resume: Any) -> Path | None:
@@ -63,10 +77,12 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
             return None
 
     attempt(lambda: check_free(run_dir, resume=cfg.resume not in (None, False), overwrite=cfg.overwrite))
-    card = attempt(lambda: build_card(cfg.card))
+    base = attempt(lambda: build_card(cfg.card))
     method = attempt(lambda: build_method(cfg.method))
-    if card is not None and method is not None:
-        card = card_for(card, method)
+    card, others = base, None
+    if base is not None and method is not None:
+        card = attempt(lambda: card_for(base, method))
+        others = attempt(lambda: method.role_cards(in_numerics_of(base, method)))
     plan = attempt(lambda: build_plan(cfg.parallel))
     if cfg.eval.prompts not in EVAL_PROMPTS:
         problems.append(f"eval.prompts: got {cfg.eval.prompts!r}, expected one of {', '.join(EVAL_PROMPTS)}")
@@ -77,19 +93,21 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
             data = attempt(lambda: build_target(cfg.data, "data"))
         else:
             prompts = attempt(lambda: build_target(cfg.prompts, "prompts"))
-    if plan is not None and card is not None:
-        problems += plan.problems(card, cfg.devices)
+    if plan is not None and base is not None:
+        problems += plan.problems(base, cfg.devices)
+    if method is not None and base is not None:
+        problems += method.problems(base, cfg.devices)
     if method is not None and card is not None:
-        problems += method.problems(card, cfg.devices)
         attempt(lambda: _check_resume(cfg, run_dir, card, method))
-    if card is not None:
-        attempt(lambda: check_source(card))
-        if data is not None:
-            geometry = card.geometry
-            attempt(lambda: data.check(temporal_factor=geometry.temporal, spatial_factor=geometry.spatial))
+    for loaded in (base, *({} if others is None else others).values()):
+        if loaded is not None:
+            attempt(partial(check_source, loaded))
+    if base is not None and data is not None:
+        geometry = base.geometry
+        attempt(lambda: data.check(temporal_factor=geometry.temporal, spatial_factor=geometry.spatial))
     if problems:
         raise UserError(problems[0] if len(problems) == 1 else "\n".join(f"- {problem}" for problem in problems))
-    return Parts(card, method, plan, reward, data, prompts)
+    return Parts(card, base, method, plan, reward, data, prompts, others if others is not None else {})
 
 
 def _check_resume(cfg: DictConfig, run_dir: Path, card: ModelCard, method: Method) -> None:

@@ -1,21 +1,26 @@
 """Evaluation of a run: fixed prompts and seeds through the serving loop, judged; and the validation loss of finetune.
 
-The same numbers before and after, on the role that is exported. Knows nothing of training steps.
+The same numbers before and after, on the role that is exported; before a method that trains another sampler than the
+base's, on what the method names as its baseline. Knows nothing of training steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from cards.card import ModelCard
 from fastvideo_train.module import PostTrainingModule
 from inference.artifact import Artifact
+from inference.instance import ModelInstance
 from inference.request import Request
 from methods.finetune import Finetune
+from methods.ladder import ladder_of
+from methods.method import Baseline
 from methods.rewards.reward import Reward, RewardBatch
 from methods.world import World
 
@@ -33,7 +38,8 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """How a run is evaluated; None takes the card's value (guidance: the method's)."""
+    """How a run is evaluated; None takes the card's value (guidance: the method's). A card with a ladder is always
+    sampled on it: ``steps`` and ``solver`` are for the others."""
 
     items: tuple[EvalItem, ...]
     reward: Reward | None
@@ -55,31 +61,42 @@ class EvalResult:
     fps: float
 
 
-def eval_requests(items: Sequence[EvalItem], settings: EvalSettings) -> list[Request]:
+def eval_requests(items: Sequence[EvalItem], settings: EvalSettings, card: ModelCard) -> list[Request]:
+    """Requests for a role that runs ``card``."""
+    free = ladder_of(card) is None
     return [
         Request(
             prompt=item.prompt,
             seed=item.seed,
-            steps=settings.steps,
+            steps=settings.steps if free else None,
             guidance=settings.guidance,
-            solver=settings.solver,
+            solver=settings.solver if free else None,
         )
         for item in items
     ]
 
 
 def evaluate(
-    module: PostTrainingModule, settings: EvalSettings, val_batches: Sequence[Any], listener: Listener
+    module: PostTrainingModule,
+    settings: EvalSettings,
+    val_batches: Sequence[Any],
+    listener: Listener,
+    *,
+    baseline: Baseline | None = None,
 ) -> EvalResult:
-    """Evaluates the module's best role. Call on every rank."""
+    """Evaluates the module's best role, or a baseline instead. Call on every rank."""
     world, role = module.world(), module.best_role
+    if baseline is not None:
+        role = baseline.role
+        settings = replace(settings, guidance=baseline.guidance)
     metrics: dict[str, float] = {}
     if isinstance(module.method, Finetune) and val_batches:
         metrics["val_loss"] = validation_loss(module, module.method, val_batches, role)
     if not settings.items:
         return EvalResult(metrics, [], [], [], module.card.sampling.fps)
     padded, mine = _share(settings.items, world)
-    artifacts = _generate(module, eval_requests(padded, settings), role, listener)[: len(mine)]
+    instance = module.roles.instance(role)
+    artifacts = _generate(module, eval_requests(padded, settings, instance.card), instance, listener)[: len(mine)]
     clips = [artifact.frames_FHWC() for artifact in artifacts]
     verdicts: list[dict[str, Any]] = [{} for _ in mine]
     if settings.reward is not None:
@@ -103,10 +120,11 @@ def _share(items: Sequence[EvalItem], world: World) -> tuple[list[EvalItem], lis
     return mine + [items[0]] * (each - len(mine)), mine
 
 
-def _generate(module: PostTrainingModule, requests: list[Request], role: str, listener: Listener) -> list[Artifact]:
+def _generate(
+    module: PostTrainingModule, requests: list[Request], instance: ModelInstance, listener: Listener
+) -> list[Artifact]:
     """Through the run's own engine, in portions that bound the memory of decoded clips."""
-    instance = module.roles.instance(role)
-    total = sum((r.steps if r.steps is not None else module.card.sampling.steps) for r in requests)
+    total = sum((r.steps if r.steps is not None else instance.card.sampling.steps) for r in requests)
     done = 0
 
     def on_step(label: str, step: int, steps: int) -> None:

@@ -8,6 +8,7 @@ checkpoint of a run later.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
 from inference.media import write_video
 from inference.request import Request
+from methods.ladder import denoising_loop, ladder_of
 from methods.roles import trainable_component
 
 REFERENCE_PROMPT = "a red circle moves left"
@@ -56,8 +58,10 @@ def derived_card(
     data: str,
     metrics: dict[str, float],
     weights: dict[str, str],
+    parent: ModelCard,
 ) -> ModelCard:
-    """The child card of a run: its recipe, its guidance scale, weights beside it."""
+    """The child card of a run that trained ``card`` from ``parent``: its recipe, its guidance scale, weights beside
+    it."""
     loops = card.loops
     if guidance is not None:
         loops = {
@@ -73,9 +77,22 @@ def derived_card(
         metrics=metrics,
         weights=weights,
     )
-    return card.derive(
-        name=f"{card.name}-{method}", source=Source(kind="folder", location="."), loops=loops, recipe=recipe
+    own = {name: getattr(card, name) for name in ModelCard.model_fields}
+    return parent.derive(
+        **own
+        | {
+            "name": f"{card.name}-{method}",
+            "source": Source(kind="folder", location="."),
+            "loops": loops,
+            "recipe": recipe,
+        }
     )
+
+
+def reference_request(card: ModelCard, seed: int, guidance: float | None) -> Request:
+    """The seeded request that checks an export of ``card``: its ladder, or four steps."""
+    steps = 4 if ladder_of(card) is None else None
+    return Request(prompt=REFERENCE_PROMPT, seed=seed, steps=steps, guidance=guidance, output="latents")
 
 
 def file_digest(path: Path) -> str:
@@ -141,10 +158,13 @@ def export_model(
     reference_latents: torch.Tensor | None,
     reference_request: Request,
     samples: list[tuple[str, np.ndarray]],
+    parent: ModelCard | None = None,
 ) -> Exported:
     """Writes, reloads and checks the export; see the module's docstring.
 
     Args:
+        card: what was trained.
+        parent: what the run started from; None is ``card``.
         state: gathered state dict, see :func:`trained_module`.
         reference_latents: the trainer's own (C, T, H, W) for ``reference_request``; None checks the reload against
             the module in memory.
@@ -161,7 +181,17 @@ def export_model(
     if lora is not None:
         _save_lora(aside / "lora", state, role, lora)
     weights = {component: weights_digest(aside / subfolder)}
-    child = derived_card(card, method=method, guidance=guidance, data=data, metrics=metrics, weights=weights)
+    child = derived_card(
+        card,
+        method=method,
+        guidance=guidance,
+        data=data,
+        metrics=metrics,
+        weights=weights,
+        parent=card if parent is None else parent,
+    )
+    if ladder_of(child) is not None:
+        write_ladder_scheduler(aside)
     (aside / CARD_FILE).write_text(child.to_json())
     _write_readme(aside, child, samples)
     difference = _reload_difference(aside, card, source, module, reference_latents, reference_request)
@@ -174,6 +204,18 @@ def export_model(
     shutil.rmtree(out, ignore_errors=True)
     os.replace(aside, out)
     return Exported(out, ModelCard.load(out), difference)
+
+
+def write_ladder_scheduler(folder: Path) -> None:
+    """Makes the folder's scheduler the one that walks a ladder: it re-noises, and shifts nothing."""
+    from diffusers import FlowMatchLCMScheduler
+
+    shutil.rmtree(folder / "scheduler")
+    FlowMatchLCMScheduler(shift=1.0).save_pretrained(folder / "scheduler")
+    index = folder / "model_index.json"
+    entries = json.loads(index.read_text())
+    entries["scheduler"] = ["diffusers", FlowMatchLCMScheduler.__name__]
+    index.write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def _leave(source: Path, subfolder: str) -> Any:
@@ -217,25 +259,13 @@ def _reload_difference(
 
 def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.ndarray]]) -> None:
     """Model card for people, with sample clips as GIFs."""
-    s, loop = card.sampling, next(iter(card.loops.values()))
+    name = folder.name.removeprefix(".").removesuffix(".tmp")
     lines = [
         f"# {card.name}",
         "",
         f"Made by `{card.recipe.method}` from the card `{card.recipe.parents[0][:12]}`. Digest `{card.digest}`.",
         "",
-        "```python",
-        "import torch",
-        "from diffusers import WanPipeline",
-        "",
-        f'pipe = WanPipeline.from_pretrained("{folder.name.removeprefix(".").removesuffix(".tmp")}", '
-        "dtype=torch.float32)",
-        f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
-        f"             num_inference_steps={s.steps}, guidance_scale={loop.guidance.scale},",
-        '             generator=torch.Generator("cpu").manual_seed(1)).frames[0]',
-        "```",
-        "",
-        f"Sampler: {loop.solver}, shift {loop.schedule.shift}, {s.steps} steps, guidance {loop.guidance.scale} "
-        f"({loop.guidance.convention} convention).",
+        *_usage_lines(name, card),
         "",
     ]
     if card.recipe.metrics:
@@ -249,6 +279,51 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
             write_video(folder / name, np.repeat(np.repeat(frames, 4, axis=1), 4, axis=2), card.sampling.fps)
             lines.append(f"| {prompt} | ![]({name}) |")
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _usage_lines(name: str, card: ModelCard) -> list[str]:
+    """How plain diffusers samples the folder, and by which sampler."""
+    s, spec = card.sampling, card.loops[denoising_loop(card)]
+    ladder = spec.schedule.ladder
+    call = [
+        f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
+        f"             num_inference_steps={s.steps}, guidance_scale={spec.guidance.scale},",
+    ]
+    load = f'pipe = WanPipeline.from_pretrained("{name}", dtype=torch.float32)'
+    convention = f"guidance {spec.guidance.scale} ({spec.guidance.convention} convention)"
+    if ladder is None:
+        return [
+            "```python",
+            "import torch",
+            "from diffusers import WanPipeline",
+            "",
+            load,
+            *call,
+            '             generator=torch.Generator("cpu").manual_seed(1)).frames[0]',
+            "```",
+            "",
+            f"Sampler: {spec.solver}, shift {spec.schedule.shift}, {s.steps} steps, {convention}.",
+        ]
+    return [
+        "```python",
+        "from functools import partial",
+        "",
+        "import torch",
+        "from diffusers import WanPipeline",
+        "",
+        load,
+        "# The pipeline gives its scheduler neither sigmas nor a generator: without the ladder it samples a grid that",
+        "# the weights were not made for, without the generator no seed repeats.",
+        'generator = torch.Generator("cpu").manual_seed(1)',
+        f"pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, sigmas={list(ladder)})",
+        "pipe.scheduler.step = partial(pipe.scheduler.step, generator=generator)",
+        *call,
+        "             generator=generator).frames[0]",
+        "```",
+        "",
+        f"Sampler: {spec.solver} on the ladder of sigmas {list(ladder)}, which is final (no shift), {convention}. "
+        "Serving the card refuses another number of steps and another solver.",
+    ]
 
 
 # -- command line
@@ -294,7 +369,8 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
         raise UserError(f"{out} exists; choose another out=<folder> or pass overwrite=true")
     cfg = OmegaConf.load(config)
     method = build_method(cfg.method)
-    card = card_for(build_card(cfg.card), method)
+    base = build_card(cfg.card)
+    card = card_for(base, method)
     check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
     stored = load_state(checkpoint)
     role = EMA if method.ema is not None else STUDENT
@@ -309,8 +385,9 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
         data=card.recipe.data,
         metrics={f"before_{name}": value for name, value in stored["data"]["before"].items()},
         reference_latents=None,
-        reference_request=Request(prompt=REFERENCE_PROMPT, seed=meta.seed, steps=4, output="latents"),
+        reference_request=reference_request(card, meta.seed, None),
         samples=[],
+        parent=base,
     )
     print(
         f"exported step {meta.step} ({role}) to {exported.folder}; reloaded latents differ by "

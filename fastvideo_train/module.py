@@ -1,4 +1,4 @@
-"""PostTrainingModule: owns the roles, the optimizer and the average; turns a method's updates into steps.
+"""PostTrainingModule: owns the roles, their optimizers and the average; turns a method's updates into steps.
 
 Knows no method's maths and no file format. Manual optimization: a method may make several losses and several optimizer
 steps of one batch. Randomness is addressed by (seed, step), so nothing here keeps a generator.
@@ -7,7 +7,8 @@ steps of one batch. Randomness is addressed by (seed, step), so nothing here kee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.behaviour import behaviour_gate
 from inference.parity.interleave import GateReport
+from methods.ladder import ladder_of
 from methods.method import Context, Method, Update
 from methods.rewards.reward import Reward
 from methods.roles import EMA, STUDENT, Roles
@@ -43,10 +45,12 @@ class PostTrainingModule(LightningModule):
     """See the module's docstring.
 
     Args:
-        card: what is trained.
+        card: what is trained: ``method.derive_card`` of the base's card.
+        base: what the run starts from, loaded.
         method: what it is trained by.
         plan: how it is placed.
         reward: for methods that need one.
+        others: roles that are cards of their own, see ``Method.role_cards``.
         seed: of every draw.
         parity_every: training steps between C2 gates; the first runs before the first update. 0 runs none.
         start_step: training steps that a resumed run has behind it.
@@ -62,6 +66,7 @@ class PostTrainingModule(LightningModule):
         *,
         reward: Reward | None,
         seed: int,
+        others: Mapping[str, ModelInstance] | None = None,
         max_rows: int = 32,
         parity_every: int = 0,
         start_step: int = 0,
@@ -81,7 +86,9 @@ class PostTrainingModule(LightningModule):
         self.on_step = on_step
         self.c2: GateReport | None = None
         names = (*method.roles(), *((EMA,) if method.ema is not None else ()))
-        self.roles = Roles(base, names, method.lora)
+        self.optimizer_specs = method.optimizers()
+        self.roles = Roles(base, names, method.lora, card=card, trained=self.optimizer_specs, others=others)
+        method.attach_heads(self.roles)
         self.base = base
         self.engine = Engine(base.device, batching="shape", max_rows=max_rows)
         self.on_start: Callable[[], None] | None = None
@@ -102,12 +109,23 @@ class PostTrainingModule(LightningModule):
             self.plan.shard(module, None if mesh is None else mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        method = self.method
-        optimizer = torch.optim.AdamW(
-            self.roles.trained(), lr=method.lr, betas=method.betas, weight_decay=method.weight_decay
-        )
-        schedule = LambdaLR(optimizer, lambda n: method.lr_factor(n))
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        """One AdamW and one schedule a trained role, in the order of the method's."""
+        made = []
+        for role, spec in self.optimizer_specs.items():
+            optimizer = torch.optim.AdamW(
+                self.roles.trained(role), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay
+            )
+            factor = partial(self.method.lr_factor, steps=spec.steps)
+            made.append({"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, factor)})
+        return made[0] if len(made) == 1 else made
+
+    def role_optimizers(self, *, wrapped: bool = False) -> dict[str, Any]:
+        """Role -> its optimizer; ``wrapped`` as Lightning steps it."""
+        return dict(zip(self.optimizer_specs, _listed(self.optimizers(use_pl_optimizer=wrapped)), strict=True))
+
+    def role_schedules(self) -> dict[str, Any]:
+        """Role -> its schedule of the learning rate."""
+        return dict(zip(self.optimizer_specs, _listed(self.lr_schedulers()), strict=True))
 
     def world(self) -> World:
         return World(self.global_rank, self.trainer.world_size)
@@ -169,16 +187,16 @@ class PostTrainingModule(LightningModule):
             self.on_step(self.step_index, metrics)
 
     def _descend(self, update: Update) -> dict[str, float]:
-        """One backward and, when the update says so, one optimizer step."""
+        """One backward and, when the update says so, one step of its role's optimizer."""
         assert update.loss is not None
-        self.manual_backward(update.loss)
+        role = update.optimizer
+        with self.roles.backward_of(role):
+            self.manual_backward(update.loss)
         if not update.step:
             return {}
-        optimizer: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.roles.trained(), float("inf") if self.method.clip is None else self.method.clip
-        )
+        optimizer, schedule = self.role_optimizers(wrapped=True)[role], self.role_schedules()[role]
+        clip = self.optimizer_specs[role].clip
+        norm = torch.nn.utils.clip_grad_norm_(self.roles.trained(role), float("inf") if clip is None else clip)
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(full):
             raise DivergedError(
@@ -190,8 +208,10 @@ class PostTrainingModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        self.roles.changed(role)
+        if role != STUDENT:
+            return {f"train/{role}_grad_norm": float(full), f"train/{role}_lr": lr}
         self.optimizer_steps += 1
-        self.roles.changed(STUDENT)
         if self.method.ema is not None:
             self.roles.blend(EMA, self.method.ema if self.optimizer_steps > self.method.ema_start else 0.0)
         return {"train/grad_norm": float(full), "train/lr": lr}
@@ -199,10 +219,17 @@ class PostTrainingModule(LightningModule):
     def check_parity(self) -> float:
         """The C2 gate on the student; stops the run when training and serving differ."""
         student = self.roles.instance(STUDENT)
-        self.c2 = behaviour_gate(student, prompt=GATE_PROMPT, seed=self.seed, steps=4, solver="euler")
+        # A ladder is walked as it is; else four steps of Euler stand for any number of any solver.
+        steps, solver = (4, "euler") if ladder_of(self.card) is None else (None, None)
+        self.c2 = behaviour_gate(student, prompt=GATE_PROMPT, seed=self.seed, steps=steps, solver=solver)
         if not self.c2.passed:
             raise ParityError(
                 f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "
                 f"{self.c2.tolerance:.1e}; the loop that trains is not the loop that serves"
             )
         return self.c2.difference
+
+
+def _listed(one_or_more: Any) -> list[Any]:
+    """What Lightning gives alone or in a list."""
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from cards.errors import UserError
 from cards.source import resolve_folder
 from fastvideo_train import checkpoint as ckpt
-from fastvideo_train.build import build_target
+from fastvideo_train.build import build_target, in_numerics_of, load_others
 from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
 from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
-from fastvideo_train.export import REFERENCE_PROMPT, Exported, export_model, weights_digest
+from fastvideo_train.export import Exported, export_model, reference_request, weights_digest
 from fastvideo_train.host_memory import keep_freed_memory
 from fastvideo_train.logging.metrics_csv import MetricsCSV
 from fastvideo_train.logging.samples import save_samples
@@ -94,7 +94,7 @@ class Run:
         trainer = Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=cfg.devices,
-            strategy=parts.plan.strategy(cfg.devices),
+            strategy=parts.plan.strategy(cfg.devices, optimizers=len(parts.method.optimizers())),
             precision="32-true",
             max_epochs=1,
             limit_train_batches=max(1, parts.method.steps - start),
@@ -112,7 +112,8 @@ class Run:
             device = torch.device("cuda", trainer.local_rank)
             torch.cuda.set_device(device)
         self.progress: Progress = build_target(cfg.callbacks.progress, "callbacks.progress")
-        base = ModelInstance.from_folder(parts.card, resolve_folder(parts.card.source, parts.card.root), device)
+        folder = resolve_folder(parts.base.source, parts.base.root)
+        base = ModelInstance.from_folder(in_numerics_of(parts.base, parts.method), folder, device)
         self.module = PostTrainingModule(
             parts.card,
             base,
@@ -120,6 +121,7 @@ class Run:
             parts.plan,
             reward=parts.reward,
             seed=cfg.seed,
+            others=load_others(base, parts.others),
             max_rows=cfg.max_rows,
             parity_every=cfg.parity_every,
             start_step=start,
@@ -231,7 +233,8 @@ class Run:
                     bar.advance(clips - shown)
                     shown = clips
 
-            result = evaluate(self.module, self.settings, batches, listen)
+            baseline = self.parts.method.baseline() if phase == "before" else None
+            result = evaluate(self.module, self.settings, batches, listen, baseline=baseline)
             headline = {name: result.metrics[name] for name in HEADLINES if name in result.metrics}
             bar.advance(max(0, total - shown), **headline)
         if self.trainer.global_rank == 0:
@@ -268,13 +271,7 @@ class Run:
 
     def _reference(self) -> tuple[Request, torch.Tensor]:
         """A seeded request and the trainer's own latents for it."""
-        request = Request(
-            prompt=REFERENCE_PROMPT,
-            seed=self.cfg.seed,
-            steps=4,
-            guidance=self.parts.method.rollout_guidance(),
-            output="latents",
-        )
+        request = reference_request(self.parts.card, self.cfg.seed, self.parts.method.rollout_guidance())
         role = self.module.roles.instance(self.module.best_role)
         return request, self.module.engine.run(request, role).latents
 
@@ -295,6 +292,7 @@ class Run:
             }
             self.exported = export_model(
                 card=self.parts.card,
+                parent=self.parts.base,
                 out=self.run_dir / "export",
                 state=state,
                 role=role,
@@ -313,6 +311,15 @@ class Run:
         from fastvideo_train.logging.samples import load_samples
 
         return load_samples(self.run_dir, "after")[:4]
+
+    def _baseline(self) -> str:
+        """What ``eval.before`` is of, in words."""
+        baseline = self.parts.method.baseline()
+        if baseline is None:
+            return "the same sampler before training"
+        card = self.module.roles.instance(baseline.role).card
+        steps = self.settings.steps if self.settings.steps is not None else card.sampling.steps
+        return f"{baseline.role}, {steps} steps, guidance {baseline.guidance}"
 
     def _summarise(self) -> None:
         from fastvideo_train.report import write_report
@@ -334,6 +341,7 @@ class Run:
                 "devices": self.cfg.devices,
                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
                 "exported_role": self.module.best_role,
+                "baseline": self._baseline(),
                 "eval": {"before": self.before, "after": self.after},
                 "weight_change": self.weight_change,
                 "c2": None if self.module.c2 is None else self.module.c2.difference,

@@ -113,6 +113,11 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
             f"got shift={request.shift}; {card.name} was distilled for the ladder {list(ladder)}, which is final: "
             "leave shift out"
         )
+    if ladder is not None and values["solver"] != spec.solver:
+        raise LoopMismatchError(
+            f"got solver={values['solver']!r}; {card.name} was distilled for the ladder {list(ladder)} by "
+            f"{spec.solver!r}: leave solver out"
+        )
     params = SamplingParams(**{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])})
     return ResolvedRequest(
         request=replace(request, seed=params.seed),

@@ -1,4 +1,4 @@
-"""The diffusion loop: noise to clean latents by an ODE solver, with classifier-free guidance.
+"""The diffusion loop: noise to clean latents by a solver, with classifier-free guidance.
 
 Equal, value for value, to the loop in ``diffusers.WanPipeline`` on the same modules: noise from a CPU generator in
 float32, one sample at a time, so that a result does not depend on its batch.
@@ -111,7 +111,7 @@ class DenoiseLoop(Loop):
             state.captured["trajectory"].append(latents)
         if "velocities" in state.captured:
             state.captured["velocities"].append(velocity)
-        moved = state.solver.step(velocity, state.step, latents)
+        moved = state.solver.step(velocity, state.step, latents, state.generator)
         return replace(state, step=state.step + 1, tensors={**state.tensors, "latents": moved})
 
     def finalize(self, state: LoopState) -> LoopResult:

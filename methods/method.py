@@ -34,6 +34,28 @@ class Update:
     metrics: dict[str, float] = field(default_factory=dict)
     """This rank's; summed over the updates of a step, then averaged over ranks."""
     optimizer: str = STUDENT
+    """Role whose optimizer steps; its gradient norm and learning rate are logged under the role's name."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW of one role."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float | None
+    """Largest gradient norm of the role's parameters; None clips nothing."""
+    steps: int
+    """Optimizer steps of a whole run, for the schedule."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the evaluation before training samples, when that is not the role that is trained."""
+
+    role: str
+    guidance: float | None
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,7 @@ class Context:
     """What a method works with."""
 
     card: ModelCard
+    """What the student runs: see :meth:`Method.derive_card`."""
     engine: Engine
     roles: Roles
     world: World
@@ -122,15 +145,43 @@ class Method(ABC):
         """The losses of one training step, in order."""
 
     def optimizer_steps(self) -> int:
-        """Optimizer steps of a whole run."""
+        """Optimizer steps of the student in a whole run."""
         return self.steps
 
-    def lr_factor(self, n: int) -> float:
-        """Share of ``lr`` that optimizer step ``n`` (from 0) takes."""
+    def optimizers(self) -> dict[str, OptimizerSpec]:
+        """Trained role -> its optimizer; the student is one of them."""
+        return {STUDENT: OptimizerSpec(self.lr, self.betas, self.weight_decay, self.clip, steps=self.optimizer_steps())}
+
+    def lr_factor(self, n: int, steps: int | None = None) -> float:
+        """Share of its rate that optimizer step ``n`` (from 0) of ``steps`` (None: the student's) takes."""
         rise = min(1.0, (n + 1) / self.warmup) if self.warmup > 0 else 1.0
         if self.lr_schedule == "constant":
             return rise
-        return rise * 0.5 * (1.0 + math.cos(math.pi * min(1.0, n / max(1, self.optimizer_steps()))))
+        whole = self.optimizer_steps() if steps is None else steps
+        return rise * 0.5 * (1.0 + math.cos(math.pi * min(1.0, n / max(1, whole))))
+
+    def derive_card(self, card: ModelCard) -> ModelCard:
+        """The card that is trained, evaluated, checked and exported, of the card that the run starts from."""
+        return card
+
+    def role_cards(self, card: ModelCard) -> dict[str, ModelCard]:
+        """Roles that are cards of their own, for a run that starts from ``card``. Loads no weights; raises
+        ``UserError`` for a card that cannot take the role."""
+        return {}
+
+    def attach_heads(self, roles: Roles) -> None:  # noqa: B027 - most methods have none
+        """Puts the method's own trained modules on the roles, before anything is sharded or optimized."""
+
+    def baseline(self) -> Baseline | None:
+        """What is evaluated before training; None = the trained role, as after training."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the method itself: plain values."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods have no state
+        """Inverse of :meth:`state`."""
 
     def after_step(self, step: int, optimizer_steps: int, ctx: Context) -> dict[str, float]:
         """Called when the updates of a step are done, e.g. to move the old policy; gives metrics."""
@@ -141,7 +192,7 @@ class Method(ABC):
         return None
 
     def problems(self, card: ModelCard, world_size: int) -> list[str]:
-        """What makes the method unfit for this card and plan, before weights load."""
+        """What makes the method unfit for the card that the run starts from and the plan, before weights load."""
         found = []
         if self.batch_size % world_size:
             found.append(f"batch_size: got {self.batch_size}, expected a multiple of the {world_size} devices")

@@ -2,15 +2,18 @@
 
 A role replaces the trainable component alone; text encoder and VAE are one object for all. With full weights a role is
 a copy of the component; with LoRA every role is an adapter on the one module and the reference is the base with
-adapters off. Blending (old policy, EMA) works on a role's own parameters, shard by shard under FSDP2.
+adapters off. A teacher may be another card altogether. Blending (old policy, EMA) works on a role's own parameters,
+shard by shard under FSDP2.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +21,16 @@ from torch import Tensor, nn
 
 from cards.card import ModelCard
 from cards.errors import UserError
-from inference.instance import ModelInstance, Resident
+from inference.instance import ModelInstance, Resident, adapter_context
 
 STUDENT = "student"
 OLD = "old"
 REFERENCE = "reference"
+TEACHER = "teacher"
+CRITIC = "critic"
 EMA = "ema"
+UNTRAINED = (REFERENCE, TEACHER)
+"""Roles that stay what the run started from, for good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +60,52 @@ class Roles(nn.ModuleDict):
         base: the loaded card; its trainable component becomes the student, object for object.
         names: roles besides the student.
         lora: None trains full weights.
+        card: what the roles run; None is the base's. ``UNTRAINED`` roles run the base's own.
+        trained: roles with an optimizer.
+        others: roles that are cards of their own, frozen. A critic starts from a teacher of its own shape.
+
+    Raises ``UserError`` when a trained role shares a weight with another role.
     """
 
     _base: ModelInstance
+    _card: ModelCard
+    _others: dict[str, ModelInstance]
     _residents: dict[str, Resident]
 
-    def __init__(self, base: ModelInstance, names: Iterable[str], lora: LoRA | None = None):
+    def __init__(
+        self,
+        base: ModelInstance,
+        names: Iterable[str],
+        lora: LoRA | None = None,
+        *,
+        card: ModelCard | None = None,
+        trained: Iterable[str] = (STUDENT,),
+        others: Mapping[str, ModelInstance] | None = None,
+    ):
         super().__init__()
         self.component = trainable_component(base.card)
         self.lora = lora
         self.names = (STUDENT, *names)
+        self.trained_names = tuple(trained)
+        self._heads: dict[str, list[str]] = {}
+        # Plain attributes: the shared components are the base's own, not submodules to train or shard.
+        object.__setattr__(self, "_base", base)
+        object.__setattr__(self, "_card", base.card if card is None else card)
+        object.__setattr__(self, "_others", {} if others is None else dict(others))
         student = base.module(self.component)
         self[STUDENT] = student
+        for name, other in self._others.items():
+            self[name] = other.module(trainable_component(other.card)).requires_grad_(name in self.trained_names)
         if lora is None:
             student.requires_grad_(True)
             for name in self.names[1:]:
-                self[name] = copy.deepcopy(student).requires_grad_(False)
+                if name not in self._others:
+                    self[name] = copy.deepcopy(student).requires_grad_(name in self.trained_names)
         else:
             self._inject(student, lora)
-        # A plain attribute: the shared components are the base's own, not submodules to train or shard.
-        object.__setattr__(self, "_base", base)
+        if lora is None and CRITIC in self.names and TEACHER in self._others:
+            _copy_where_alike(self[TEACHER], self[CRITIC])
+        self._check_apart()
         residents = {name: Resident(self.module(name), adapter=self.adapter(name)) for name in self.names}
         object.__setattr__(self, "_residents", residents)
 
@@ -93,7 +126,7 @@ class Roles(nn.ModuleDict):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
             for name in self.names:
-                if name != REFERENCE:
+                if self.adapter(name):
                     inject_adapter_in_model(config, student, adapter_name=name)
         # Activation checkpointing recomputes in the backward, outside any role's call: what is active there is what
         # the gradient is of.
@@ -102,24 +135,35 @@ class Roles(nn.ModuleDict):
                 layer._active_adapter = [STUDENT]
         student.eval()  # the new layers too
         for key, parameter in student.named_parameters():
-            parameter.requires_grad_(f".{STUDENT}." in key)
-        for name in self.names:
-            if name not in (STUDENT, REFERENCE):
+            parameter.requires_grad_(any(f".{name}." in key for name in self.trained_names))
+        for name in self.names[1:]:
+            if self.adapter(name):
                 self.copy(name)
+
+    def _check_apart(self) -> None:
+        """A role that is trained must own its weights: an update of one would silently be one of the other."""
+        owned = {name: {_storage(p) for p in self.parameters_of(name).values()} for name in self.names}
+        for a, b in itertools.combinations(self.names, 2):
+            if owned[a] & owned[b] and {a, b} & set(self.trained_names):
+                raise UserError(f"roles {a} and {b} share weights, and one of them is trained; give each its own copy")
 
     def module(self, role: str) -> nn.Module:
         """The module that computes a role."""
-        return self[STUDENT] if self.lora is not None else self[role]
+        return self[STUDENT] if self.lora is not None and role not in self._others else self[role]
 
     def adapter(self, role: str) -> str | None:
         """The adapter that a role's calls switch on; "" is the base alone."""
-        if self.lora is None:
+        if self.lora is None or role in self._others:
             return None
-        return "" if role == REFERENCE else role
+        return "" if role in UNTRAINED else role
 
     def instance(self, role: str) -> ModelInstance:
         """The role as the engine serves it."""
-        return self._base.view({self.component: self._residents[role]})
+        if role in self._others:
+            other = self._others[role]
+            return other.view({trainable_component(other.card): self._residents[role]})
+        card = self._base.card if role in UNTRAINED else self._card
+        return self._base.view({self.component: self._residents[role]}, card=card)
 
     def changed(self, role: str) -> None:
         """Says that the role's weights moved: bumps the version of its component."""
@@ -127,7 +171,7 @@ class Roles(nn.ModuleDict):
 
     def parameters_of(self, role: str) -> dict[str, nn.Parameter]:
         """The role's own parameters under the student's names, in one order for all roles."""
-        if self.lora is None:
+        if self.lora is None or role in self._others:
             return dict(self[role].named_parameters())
         marker = f".{role}."
         return {
@@ -136,9 +180,29 @@ class Roles(nn.ModuleDict):
             if marker in key
         }
 
-    def trained(self) -> list[nn.Parameter]:
-        """What the student's optimizer moves."""
-        return [p for p in self.parameters_of(STUDENT).values() if p.requires_grad]
+    def attach(self, name: str, head: nn.Module, role: str) -> None:
+        """Puts a head on a role: sharded and saved as ``name``, trained by the role's optimizer."""
+        self[name] = head.requires_grad_(True)
+        self._heads.setdefault(role, []).append(name)
+
+    def trained(self, role: str = STUDENT) -> list[nn.Parameter]:
+        """What the role's optimizer moves."""
+        heads = [p for name in self._heads.get(role, ()) for p in self[name].parameters()]
+        return [p for p in (*self.parameters_of(role).values(), *heads) if p.requires_grad]
+
+    @contextlib.contextmanager
+    def backward_of(self, role: str) -> Iterator[None]:
+        """For a backward through the role's forwards: what activation checkpointing recomputes is the role's again."""
+        adapter = self.adapter(role)
+        if adapter is None:
+            yield
+        else:
+            with adapter_context(self[STUDENT], adapter):
+                yield
+
+    def stored(self) -> dict[str, nn.Module]:
+        """Modules that a checkpoint holds: all but a teacher, which its source still has."""
+        return {name: module for name, module in self.items() if name != TEACHER}
 
     def sharded_modules(self) -> Iterator[nn.Module]:
         """Modules that a sharding plan is to shard, each once."""
@@ -161,3 +225,16 @@ class Roles(nn.ModuleDict):
     def copy(self, role: str) -> None:
         """``role <- student``, exactly."""
         self.blend(role, 0.0)
+
+
+def _storage(parameter: Tensor) -> int:
+    """Identity of the memory behind a parameter, that of a parameter without memory too."""
+    return local(parameter).untyped_storage()._cdata
+
+
+@torch.no_grad()
+def _copy_where_alike(source: nn.Module, target: nn.Module) -> None:
+    """``target <- source`` when they have the same weights by name and shape; else ``target`` stays."""
+    new, old = source.state_dict(), target.state_dict()
+    if {key: value.shape for key, value in new.items()} == {key: value.shape for key, value in old.items()}:
+        target.load_state_dict(new)

@@ -29,8 +29,9 @@ class Plan(ABC):
         self.activation_checkpointing = activation_checkpointing
 
     @abstractmethod
-    def strategy(self, devices: int) -> Any:
-        """Lightning's strategy."""
+    def strategy(self, devices: int, *, optimizers: int = 1) -> Any:
+        """Lightning's strategy, for a module of so many optimizers: with several, a backward reaches the parameters of
+        one alone."""
 
     def shard(self, module: nn.Module, mesh: DeviceMesh | None) -> None:  # noqa: B027 - replicas have nothing to shard
         """Shards a role's module in place; the default leaves it whole."""
@@ -48,7 +49,7 @@ class Plan(ABC):
 class Single(Plan):
     name = "single"
 
-    def strategy(self, devices: int) -> Any:
+    def strategy(self, devices: int, *, optimizers: int = 1) -> Any:
         return "auto"
 
     def problems(self, card: ModelCard, devices: int) -> list[str]:
@@ -61,10 +62,12 @@ class Single(Plan):
 class DDP(Plan):
     name = "ddp"
 
-    def strategy(self, devices: int) -> Any:
+    def strategy(self, devices: int, *, optimizers: int = 1) -> Any:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=None, gradient_as_bucket_view=True)
+        return DDPStrategy(
+            process_group_backend=None, gradient_as_bucket_view=True, find_unused_parameters=optimizers > 1
+        )
 
 
 class FSDP2(Plan):
@@ -72,7 +75,7 @@ class FSDP2(Plan):
 
     name = "fsdp2"
 
-    def strategy(self, devices: int) -> Any:
+    def strategy(self, devices: int, *, optimizers: int = 1) -> Any:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         return ModelParallelStrategy(

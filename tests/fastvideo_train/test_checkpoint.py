@@ -62,10 +62,10 @@ def module_of(training: Any, kind: str, **options: Any) -> Any:
 def everything(module: Any) -> dict[str, torch.Tensor]:
     """All tensors that a run's future depends on, by name."""
     found = dict(module.roles.state_dict().items())
-    optimizer = module.optimizers(use_pl_optimizer=False)
     names = {id(p): key for key, p in module.roles.named_parameters()}
-    for parameter, moments in optimizer.state.items():
-        found |= {f"{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in moments.items()}
+    for optimizer in module.role_optimizers().values():
+        for parameter, moments in optimizer.state.items():
+            found |= {f"{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in moments.items()}
     return {key: value.detach().clone() for key, value in found.items()}
 
 
@@ -232,8 +232,9 @@ def test_a_state_loads_without_unpickling_code(training: Any, tmp_path: Path) ->
     assert checkpoint is not None
     assert set(torch.load(checkpoint / ckpt.STATE_FILE, weights_only=True)) == {
         "roles",
-        "optimizer",
-        "schedule",
+        "optimizers",
+        "schedules",
+        "method",
         "data",
     }
     assert json.loads((checkpoint / ckpt.META_FILE).read_text())["card_name"] == training.card.name

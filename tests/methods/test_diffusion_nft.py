@@ -537,7 +537,7 @@ def test_nft_raises_the_reward(training: Any) -> None:
     ("options", "complaint"),
     [
         ({"samples": 1}, "samples: got 1"),
-        ({"solver": "heun"}, "solver: got 'heun', expected one of dpm2, euler, unipc"),
+        ({"solver": "heun"}, "solver: got 'heun', expected one of dpm2, euler, lcm, unipc"),
         ({"mix": 0.0}, "mix: got 0.0"),
         ({"kl": -1.0}, "kl: got -1.0"),
         ({"a_max": 0.0}, "a_max: got 0.0"),
