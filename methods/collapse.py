@@ -32,32 +32,32 @@ def motion(x0_BCTHW: Tensor) -> float:
 
 @dataclass
 class CollapseWatch:
-    """Compares each iteration with the mean of the first ones and warns once.
+    """Compares each iteration with the first ones of its kind and warns once.
 
     Args:
-        baseline: iterations that make the baseline.
+        baseline: iterations of a kind that make its baseline.
         floor: share of the baseline below which a figure counts as collapsed.
         patience: iterations in a row that must be collapsed; the first of them is when it began.
     """
 
-    baseline: int = 10
+    baseline: int = 5
     floor: float = 0.25
     patience: int = 10
-    sums: dict[str, float] = field(default_factory=dict)
-    seen: int = 0
+    first: dict[str, list[float]] = field(default_factory=dict)
+    """Kind and figure -> its first values."""
     began: dict[str, int] = field(default_factory=dict)
-    """Figure -> first step of the present run of low values."""
+    """Figure -> first step of the present row of low values."""
     warned: bool = False
 
-    def observe(self, step: int, figures: dict[str, float]) -> None:
-        """``figures``: name -> value at training step ``step``, the same names every time."""
-        if self.seen < self.baseline:
-            self.seen += 1
-            for name, value in figures.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
-            return
+    def observe(self, step: int, kind: str, figures: dict[str, float]) -> None:
+        """``figures``: name -> value at training step ``step``; ``kind``: what they are comparable with, such as the
+        rung that the samples left at, for an early one is smoother whatever the student."""
         for name, value in figures.items():
-            usual = self.sums[name] / self.seen
+            first = self.first.setdefault(f"{kind}/{name}", [])
+            if len(first) < self.baseline:
+                first.append(value)
+                continue
+            usual = sum(first) / len(first)
             if value >= self.floor * usual:
                 self.began.pop(name, None)
                 continue
@@ -65,8 +65,8 @@ class CollapseWatch:
             if step - since + 1 >= self.patience and not self.warned:
                 self.warned = True
                 warnings.warn(
-                    f"the samples collapse since step {since}: {name} is {value:.3g}, the first {self.seen} "
-                    f"iterations had {usual:.3g}. Lower lr= and method.critic_lr, or raise method.ttur",
+                    f"the samples collapse since step {since}: {name} is {value:.3g}, the first iterations had "
+                    f"{usual:.3g}. Lower lr= and method.critic_lr, or raise method.ttur",
                     CollapseWarning,
                     stacklevel=2,
                 )

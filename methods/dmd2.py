@@ -181,7 +181,7 @@ class DMD2(Method):
 
     def updates(self, batch: Any, step: int, ctx: Context) -> Iterator[Update]:
         """``batch``: the step's ``batch_size`` prompts, the same list on every rank; with a discriminator this rank's
-        encoded clips and their captions."""
+        encoded clips and their captions. ``train/loss`` sums what an iteration descends."""
         rows = self._rows(batch, ctx)
         exit_at = exit_rung(len(self.ladder), ctx.seed, step)
         if step % self.ttur == 0:
@@ -308,7 +308,7 @@ class DMD2(Method):
                 optimizer=CRITIC,
             )
         figures = ctx.world.mean(figures)
-        self.watch.observe(step, figures)
+        self.watch.observe(step, f"rung {exit_at}", figures)
         yield Update(loss=None, step=False, metrics={**figures, "train/exit_rung": float(exit_at)})
 
     def _critic_losses(
@@ -320,14 +320,17 @@ class DMD2(Method):
         if self.gan is None:
             predicted = velocity(ctx.roles.instance(CRITIC), x_s, sigma_B, rows.text_NLD[part], gradient=True)
             flow_B = flow_loss(predicted, x0, noise, ones)
-            return flow_B, {"train/critic_loss": flow_B.detach().sum().item()}
+            value = flow_B.detach().sum().item()
+            return flow_B, {"train/critic_loss": value, "train/loss": value}
         assert rows.clips_NCTHW is not None
         fake_B, predicted = self._logits(x_s, sigma_B, rows, part, ctx)
         flow_B = flow_loss(predicted, x0, noise, ones)
         _, sigma_real_B, real_s = self._noised("real", rows.clips_NCTHW[part], rows, part, step, ctx)
         real_B, _ = self._logits(real_s, sigma_real_B, rows, part, ctx)
         adversarial_B = F.softplus(fake_B) + F.softplus(-real_B)
-        return flow_B + self.gan.weight_d * adversarial_B, {
+        losses_B = flow_B + self.gan.weight_d * adversarial_B
+        return losses_B, {
+            "train/loss": losses_B.detach().sum().item(),
             "train/critic_loss": flow_B.detach().sum().item(),
             "train/gan_d_loss": adversarial_B.detach().sum().item(),
             "train/gan_real": (real_B.detach() > 0).float().sum().item(),

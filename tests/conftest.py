@@ -133,24 +133,27 @@ class Training:
         torch.manual_seed(0)
         return ModelInstance.from_folder(self.card, self.folder)
 
-    def context(self, method: Any, reward: Any = None, *, seed: int = 0) -> Any:
+    def context(self, method: Any, reward: Any = None, *, seed: int = 0, others: Any = None) -> Any:
         """What a method works with, without a trainer."""
         from inference.engine import Engine
         from methods.method import Context
         from methods.roles import EMA, Roles
         from methods.world import World
 
-        base = self.base()
-        roles = Roles(base, (*method.roles(), *((EMA,) if method.ema is not None else ())), method.lora)
+        base, card = self.base(), method.derive_card(self.card)
+        names = (*method.roles(), *((EMA,) if method.ema is not None else ()))
+        roles = Roles(base, names, method.lora, card=card, trained=method.optimizers(), others=others)
+        method.attach_heads(roles)
         engine = Engine("cpu", batching="shape")
-        return Context(self.card, engine, roles, World(), seed, torch.device("cpu"), reward)
+        return Context(card, engine, roles, World(), seed, torch.device("cpu"), reward)
 
     def module(self, method: Any, *, plan: Any = None, **options: Any) -> Any:
         from fastvideo_train.module import PostTrainingModule
         from fastvideo_train.parallel.plan import Single
 
         settings = {"reward": None, "seed": 0} | options
-        return PostTrainingModule(self.card, self.base(), method, Single() if plan is None else plan, **settings)
+        card = method.derive_card(self.card)
+        return PostTrainingModule(card, self.base(), method, Single() if plan is None else plan, **settings)
 
     def fit(self, module: Any, batches: Sequence[Any]) -> list[dict[str, float]]:
         """Trains on the batches; metrics of each step but for its seconds."""

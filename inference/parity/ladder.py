@@ -1,8 +1,8 @@
 """The parity ladder: what a card promises, level by level, against the library on the same files.
 
 C0 component, C1 loop, C2 behaviour, C3 batch invariance, then the interleave gate. C4, the quality of artifacts, is an
-evaluation's to judge. A level that the card does not list is not run. The rows of clips are here, those of texts and
-scores in ``text`` and ``score``.
+evaluation's to judge. A level that the card does not list is not run. The rows of clips are here, those of texts,
+scores and chunked clips in ``text``, ``score`` and ``chunks``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from inference.artifact import Artifact
 from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.behaviour import behaviour_gate
+from inference.parity.chunks import chunk_rows
 from inference.parity.interleave import GateReport, interleave_gate, tensor_difference, worst
 from inference.parity.library import WanLibrary, library_of
 from inference.parity.reference import drive_request
@@ -26,7 +27,7 @@ from inference.parity.requests import gate_tasks
 from inference.parity.score import score_rows
 from inference.parity.text import text_rows
 from inference.request import Request
-from inference.resolve import SCORE_LOOP, TEXT_LOOP, denoise_spec, resolve
+from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec, resolve
 from loops.denoise import initial_noise
 from loops.loop import ModelCall
 
@@ -74,7 +75,18 @@ def clip_rows(instance: ModelInstance, task: str, library: WanLibrary, *, seed: 
             yield replace(report, what=f"{report.what}, {solver}")
 
 
-ROWS: dict[str, Callable[..., Iterator[GateReport]]] = {TEXT_LOOP: text_rows, SCORE_LOOP: score_rows}
+def rollout_rows(instance: ModelInstance, task: str, library: WanLibrary, *, seed: int) -> Iterator[GateReport]:
+    """The levels C0, C1 and C2 of a chunked clip: the components as those of any clip, then what chunking adds."""
+    if "C0" in instance.card.parity.levels:
+        yield from component_level(instance, library, seed=seed)
+    yield from chunk_rows(instance, task, library, seed=seed)
+
+
+ROWS: dict[str, Callable[..., Iterator[GateReport]]] = {
+    CHUNK_LOOP: rollout_rows,
+    SCORE_LOOP: score_rows,
+    TEXT_LOOP: text_rows,
+}
 """By the kind of a task's first loop; the others are clips."""
 
 
@@ -124,14 +136,10 @@ def _component_calls(instance: ModelInstance, seed: int) -> dict[str, ModelCall]
 
 
 def loop_level(instance: ModelInstance, library: WanLibrary, *, seed: int) -> Iterator[GateReport]:
-    """The engine against the reference driver and the library's pipeline.
-
-    A ladder's sigmas cannot be given to the library's pipeline, so a distilled card is held against the driver alone.
-    """
+    """The engine against the reference driver and the library's pipeline."""
     card = instance.card
     tolerance = card.parity.tolerances["C1"]
     engine = Engine(instance.device, cache_bytes=0)
-    ladder = denoise_spec(card, Request.task).schedule.ladder
     frames: list[float] = []
     for solver in _solvers(card):
         for guidance in GUIDANCE:
@@ -140,16 +148,11 @@ def loop_level(instance: ModelInstance, library: WanLibrary, *, seed: int) -> It
             where = f"{solver}, guidance {guidance:g}"
             driven = drive_request(instance, request)
             yield GateReport("C1", f"engine == reference driver, {where}", _to_driven(ours, driven), tolerance)
-            if ladder is None:
-                shift = ours.provenance.params.shift
-                latents, video = library.sample(request, solver=solver, shift=shift)
-                difference = tensor_difference(ours.latents, latents)
-                yield GateReport(
-                    "C1", f"engine == {library.pipeline.__class__.__name__}, {where}", difference, tolerance
-                )
-                frames.append(tensor_difference(_unit(ours), video))
-    if frames:
-        yield GateReport("C1", "decoded frames == the library's, all of the above", worst(frames), FRAMES_TOLERANCE)
+            latents, video = library.sample(request, solver=solver, shift=ours.provenance.params.shift)
+            difference = tensor_difference(ours.latents, latents)
+            yield GateReport("C1", f"engine == {library.pipeline.__class__.__name__}, {where}", difference, tolerance)
+            frames.append(tensor_difference(_unit(ours), video))
+    yield GateReport("C1", "decoded frames == the library's, all of the above", worst(frames), FRAMES_TOLERANCE)
 
 
 def _solvers(card: ModelCard) -> tuple[str, ...]:

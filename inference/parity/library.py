@@ -6,6 +6,7 @@ Shares no code with our loops: only the folder and the seed. One class a family;
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from cards.errors import unknown_name
 from cards.source import MODULE_KINDS, resolve_folder
 from inference.parity.transformers_library import ClipLibrary, GenerateLibrary
 from inference.request import Request
+from inference.resolve import denoise_spec
 from loops.options import read_options
-from loops.solvers import SOLVERS
+from loops.solvers import RENOISING, SOLVERS
 from loops.vae_tiles import TileOptions
 
 
@@ -66,7 +68,8 @@ class WanLibrary:
     def sample(self, request: Request, *, solver: str, shift: float) -> tuple[Tensor, Tensor]:
         """Latents (C, T, H, W) and video (3, F, H, W) in [0, 1] of a request with every field set."""
         assert request.seed is not None
-        self.pipeline.scheduler = self._scheduler(solver, shift)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        self.pipeline.scheduler = self._scheduler(solver, shift, generator)
         self._tile()
         last: list[Tensor] = []
 
@@ -82,7 +85,7 @@ class WanLibrary:
             num_frames=request.frames,
             num_inference_steps=request.steps,
             guidance_scale=request.guidance,
-            generator=torch.Generator("cpu").manual_seed(request.seed),
+            generator=generator,
             max_sequence_length=self.card.sampling.max_sequence_length,
             output_type="pt",
             callback_on_step_end=keep,
@@ -100,11 +103,22 @@ class WanLibrary:
             tile_sample_stride_width=self.tiles.stride[1],
         )
 
-    def _scheduler(self, solver: str, shift: float) -> Any:
-        """The folder's own scheduler where the solver is the folder's, else a plain one of the solver's class."""
+    def _scheduler(self, solver: str, shift: float, generator: torch.Generator) -> Any:
+        """The folder's own scheduler where the solver is the folder's, else a plain one of the solver's class.
+
+        The pipeline gives a scheduler neither the sigmas of a ladder nor a generator to re-noise with: a new one is told
+        of both.
+        """
         import diffusers
 
         class_name, shift_key, options = SOLVERS[solver]
+        ladder = denoise_spec(self.card, Request.task).schedule.ladder
+        if ladder is not None:
+            scheduler = getattr(diffusers, class_name)(**{**options, shift_key: 1.0})
+            scheduler.set_timesteps = partial(scheduler.set_timesteps, sigmas=list(ladder))
+            if solver in RENOISING:
+                scheduler.step = partial(scheduler.step, generator=generator)
+            return scheduler
         if type(self.own_scheduler).__name__ == class_name:
             return self.own_scheduler
         return getattr(diffusers, class_name)(**{**options, shift_key: shift})
@@ -114,6 +128,7 @@ LIBRARIES: dict[str, Callable[[ModelCard, torch.device], Any]] = {
     "qwen3": GenerateLibrary,
     "reward": ClipLibrary,
     "wan21": WanLibrary,
+    "wan_causal": WanLibrary,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from fastvideo_train import checkpoint as ckpt
 from fastvideo_train.data.prompts import Prompt
 from methods.diffusion_nft import DiffusionNFT
+from methods.dmd2 import DMD2
 from methods.finetune import Finetune
 from methods.method import Method
 from methods.rewards.reward import Reward, RewardBatch, Scores
@@ -34,7 +35,11 @@ class Brightness(Reward):
 def make(kind: str) -> Method:
     if kind == "finetune":
         return Finetune(lr=1e-2, steps=4, batch_size=4, micro_batch=3, ema=0.9, warmup=3, caption_dropout=0.3)
-    lora = LORA if kind == "nft-lora" else None
+    lora = LORA if kind.endswith("-lora") else None
+    if kind.startswith("dmd2"):
+        gan = {"weight_g": 1e-2, "weight_d": 1e-2} if kind == "dmd2-gan" else None
+        rates = {"lr": 1e-2, "critic_lr": 2e-2, "critic_clip": 0.1, "lr_schedule": "cosine"}
+        return DMD2(steps=4, batch_size=4, micro_batch=3, ttur=3, ema=0.9, warmup=2, lora=lora, gan=gan, **rates)  # type: ignore[arg-type]
     settings: dict[str, Any] = {
         "samples": 3,
         "rollout_steps": 2,
@@ -48,14 +53,14 @@ def make(kind: str) -> Method:
 
 
 def batch(kind: str, step: int) -> Any:
-    if kind != "finetune":
-        return [Prompt(WORDS[(step + i) % 3]) for i in range(2)]
+    if kind not in ("finetune", "dmd2-gan"):
+        return [Prompt(WORDS[(step + i) % 3]) for i in range(4 if kind.startswith("dmd2") else 2)]
     latents = torch.randn(4, 4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
     return {"latents": latents, "prompt": [WORDS[i % 3] for i in range(4)]}
 
 
 def module_of(training: Any, kind: str, **options: Any) -> Any:
-    reward = None if kind == "finetune" else Brightness()
+    reward = Brightness() if kind.startswith("nft") else None
     return training.module(make(kind), reward=reward, parity_every=2, **options)
 
 
@@ -79,7 +84,7 @@ def at_end(module: Any, what: Any) -> None:
     module.on_end = what
 
 
-@pytest.mark.parametrize("kind", ["finetune", "nft", "nft-lora"])
+@pytest.mark.parametrize("kind", ["finetune", "nft", "nft-lora", "dmd2", "dmd2-lora", "dmd2-gan"])
 def test_two_and_two_steps_are_four_steps_bit_for_bit(training: Any, tmp_path: Path, kind: str) -> None:
     """Weights of all roles, both Adam moments, counters, learning rates and every metric."""
     whole = module_of(training, kind)
@@ -99,7 +104,7 @@ def test_two_and_two_steps_are_four_steps_bit_for_bit(training: Any, tmp_path: P
     checkpoint = ckpt.find_last(tmp_path)
     assert checkpoint is not None
     meta = ckpt.read_meta(checkpoint)
-    updates = 2 if kind == "finetune" else 4
+    updates = {"finetune": 2, "nft": 4}.get(kind.partition("-")[0], 1)
     assert (meta.step, meta.optimizer_steps, meta.method) == (2, updates, make(kind).name)
 
     torch.manual_seed(99)  # nothing may depend on the global generator

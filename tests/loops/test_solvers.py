@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchLCMScheduler,
+    UniPCMultistepScheduler,
+)
 
 from cards.card import LoopMismatchError, Schedule
 from cards.errors import UserError
@@ -34,6 +39,8 @@ def by_hand(name: str, shift: float) -> Any:
     """The library's own scheduler."""
     if name == "euler":
         return FlowMatchEulerDiscreteScheduler(shift=shift)
+    if name == "lcm":
+        return FlowMatchLCMScheduler(shift=shift)
     if name == "unipc":
         return UniPCMultistepScheduler(flow_shift=shift, **FLOW)
     return DPMSolverMultistepScheduler(flow_shift=shift, solver_order=2, **FLOW)
@@ -56,9 +63,11 @@ def test_a_solver_is_the_librarys_scheduler_to_the_bit(name: str, steps: int, sh
     assert torch.equal(ours.timesteps, theirs.timesteps)
     assert torch.equal(ours.sigmas, theirs.sigmas[:-1])
     a = b = noise(0)
+    own, other = (torch.Generator().manual_seed(7) for _ in range(2))
+    drawn = {"generator": other} if name == "lcm" else {}
     for index, timestep in enumerate(theirs.timesteps):
-        a = ours.step(toy_velocity(a, ours.timesteps[index]), index, a)
-        b = theirs.step(toy_velocity(b, timestep), timestep, b, return_dict=False)[0]
+        a = ours.step(toy_velocity(a, ours.timesteps[index]), index, a, own)
+        b = theirs.step(toy_velocity(b, timestep), timestep, b, **drawn, return_dict=False)[0]
         assert torch.equal(a, b)
 
 
@@ -101,7 +110,7 @@ def test_the_cards_options_are_for_its_own_solver() -> None:
 # -- ladders
 
 
-@pytest.mark.parametrize("name", ["euler", "unipc"])
+@pytest.mark.parametrize("name", ["euler", "lcm", "unipc"])
 def test_a_ladder_is_not_shifted_a_second_time(name: str) -> None:
     """The card's shift of 5 made these sigmas already; UniPC makes 1 - 1e-6 of 1, to stay finite."""
     ladder = (1.0, 0.9375, 0.8333, 0.625)
@@ -120,11 +129,36 @@ def test_a_ladder_with_another_number_of_steps_is_a_mismatch() -> None:
 
 def test_a_solver_that_takes_no_ladder_says_so() -> None:
     with pytest.raises(UserError, match=r"'dpm2'.*takes no ladder"):
-        make_solver("dpm2", 2, Schedule(ladder=(1.0, 0.5)), shift=1.0, card_solver="euler")
+        make_solver("dpm2", 2, Schedule(ladder=(1.0, 0.5)), shift=1.0, card_solver="dpm2")
+
+
+def test_another_solver_than_the_cards_is_a_mismatch_on_a_ladder() -> None:
+    with pytest.raises(LoopMismatchError, match=r"solver='euler'.*\[1\.0, 0\.5\] by 'lcm'"):
+        make_solver("euler", 2, Schedule(ladder=(1.0, 0.5)), shift=1.0, card_solver="lcm")
+
+
+def test_lcm_predicts_the_clean_latents_and_noises_them_to_the_next_rung() -> None:
+    """x' = (1 - s') (x - s v) + s' e by hand, the noise drawn once a rung; the last rung ends in the prediction."""
+    ladder = (1.0, 0.9375, 0.625)
+    solver = make_solver("lcm", 3, Schedule(ladder=ladder), shift=1.0, card_solver="lcm")
+    own, other = (torch.Generator().manual_seed(5) for _ in range(2))
+    a = b = noise(0)
+    for index, (s, following) in enumerate(itertools.pairwise((*ladder, 0.0))):
+        v = toy_velocity(a, solver.timesteps[index])
+        assert solver.timesteps[index] == 1000 * s
+        b = (1 - following) * (b - s * v) + following * torch.randn(SHAPE, generator=other)
+        a = solver.step(v, index, a, own)
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+def test_lcm_keeps_float32_latents_when_the_network_computes_in_bfloat16() -> None:
+    solver = make_solver("lcm", 2, Schedule(ladder=(1.0, 0.5)), shift=1.0, card_solver="lcm")
+    x = solver.step(noise(1).bfloat16(), 0, noise(0), torch.Generator().manual_seed(0))
+    assert x.dtype == torch.float32
 
 
 def test_an_unknown_solver_lists_the_names() -> None:
-    with pytest.raises(UserError, match=r"'ueler'.*dpm2, euler, unipc"):
+    with pytest.raises(UserError, match=r"'ueler'.*dpm2, euler, lcm, unipc"):
         make_solver("ueler", 2, Schedule(), shift=1.0, card_solver="euler")
 
 
@@ -183,16 +217,18 @@ def test_euler_is_of_first_order() -> None:
 @pytest.mark.parametrize("name", SOLVERS)
 def test_two_requests_stepped_in_turn_do_not_mix(name: str) -> None:
     def alone(seed: int, steps: int) -> torch.Tensor:
-        solver, x = solver_for(name, steps), noise(seed)
+        solver, x, draw = solver_for(name, steps), noise(seed), torch.Generator().manual_seed(seed)
         for index in range(steps):
-            x = solver.step(toy_velocity(x, solver.timesteps[index]), index, x)
+            x = solver.step(toy_velocity(x, solver.timesteps[index]), index, x, draw)
         return x
 
     solvers, xs = [solver_for(name, 5), solver_for(name, 8)], [noise(3), noise(4)]
+    draws = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     assert solvers[0].scheduler is not solvers[1].scheduler
     for index in range(8):
         for which, (solver, steps) in enumerate(zip(solvers, (5, 8), strict=True)):
             if index < steps:
-                xs[which] = solver.step(toy_velocity(xs[which], solver.timesteps[index]), index, xs[which])
+                v = toy_velocity(xs[which], solver.timesteps[index])
+                xs[which] = solver.step(v, index, xs[which], draws[which])
     assert torch.equal(xs[0], alone(3, 5))
     assert torch.equal(xs[1], alone(4, 8))

@@ -209,14 +209,16 @@ def test_a_card_that_decodes_by_tiles_is_held_against_a_library_that_does(wan_fo
     assert broken == ["decoded frames == the library's, all of the above"]
 
 
-def test_a_ladder_of_a_distilled_card_is_held_against_the_driver(wan_folder: Path) -> None:
+@pytest.mark.parametrize("solver", ["euler", "lcm"])
+def test_a_distilled_card_is_held_against_the_librarys_pipeline_on_its_ladder(wan_folder: Path, solver: str) -> None:
     card = small_card(wan_folder)
     loop = card.loops["denoise"].model_copy(
-        update={"solver": "euler", "schedule": Schedule(shift=5.0, ladder=(1.0, 0.9375, 0.625))}
+        update={"solver": solver, "schedule": Schedule(shift=5.0, ladder=(1.0, 0.9375, 0.625))}
     )
     distilled = card.derive(loops={"denoise": loop}, parity=Parity(levels=("C1", "C2"), interleave_required=False))
     reports = list(run_ladder(distilled))
-    assert [r.level for r in reports] == ["C1", "C1", "C2"]
+    assert [r.level for r in reports] == ["C1"] * 5 + ["C2"]
+    assert sum("WanPipeline" in r.what for r in reports) == 2
     assert all(r.passed for r in reports)
 
 
