@@ -91,7 +91,7 @@ def evaluate(
         settings = replace(settings, guidance=baseline.guidance)
     metrics: dict[str, float] = {}
     if isinstance(module.method, Finetune) and val_batches:
-        metrics["val_loss"] = validation_loss(module, module.method, val_batches, role)
+        metrics |= validation_metrics(module, module.method, val_batches, role)
     if not settings.items:
         return EvalResult(metrics, [], [], [], module.card.sampling.fps)
     padded, mine = _share(settings.items, world)
@@ -152,22 +152,31 @@ def _means(columns: dict[str, np.ndarray], rows: int, world: World) -> dict[str,
 
 
 @torch.no_grad()
-def validation_loss(module: PostTrainingModule, method: Finetune, batches: Sequence[Any], role: str) -> float:
-    """Flow loss over all validation clips, each at noise and sigmas that are fixed by its row."""
+def validation_metrics(
+    module: PostTrainingModule, method: Finetune, batches: Sequence[Any], role: str
+) -> dict[str, float]:
+    """Flow loss over all validation clips, each at noise and a sigma that are fixed by its row: ``val_loss``, and
+    ``val_loss_q1`` (the quarter of the clips with the least noise) to ``val_loss_q4``."""
     context = module.context()
-    total, count = 0.0, 0
+    losses: list[float] = []
+    sigmas: list[float] = []
     for batch in batches:
         latents, prompts, index = batch["latents"], batch["prompt"], batch["index"].tolist()
         for start in range(0, len(prompts), method.micro_batch):
             part = slice(start, start + method.micro_batch)
+            addresses: list[tuple[int | str, ...]] = [(0, "validation", row) for row in index[part]]
             losses_B = method.losses(
-                latents[part].to(context.device),
-                prompts[part],
-                [(0, "validation", row) for row in index[part]],
-                context,
-                role=role,
-                training=False,
+                latents[part].to(context.device), prompts[part], addresses, context, role=role, training=False
             )
-            total += losses_B.sum().item()
-            count += losses_B.numel()
-    return total / count
+            losses += losses_B.tolist()
+            sigmas += [method.sigma(address) for address in addresses]
+    return {"val_loss": float(np.mean(losses)), **by_quantile("val_loss", losses, sigmas)}
+
+
+def by_quantile(name: str, values: Sequence[float], sigmas: Sequence[float], parts: int = 4) -> dict[str, float]:
+    """Mean of the values by rising sigma in ``parts`` groups that are equal or differ by one: ``<name>_q1`` ...; none
+    where there are fewer values than groups."""
+    if len(values) < parts:
+        return {}
+    groups = np.array_split(np.asarray(values)[np.argsort(sigmas, kind="stable")], parts)
+    return {f"{name}_q{i}": float(group.mean()) for i, group in enumerate(groups, start=1)}

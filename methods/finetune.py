@@ -88,6 +88,15 @@ class Finetune(Method):
                 metrics={"train/loss": losses_B.detach().sum().item() / len(rows)},
             )
 
+    def sigma(self, address: tuple[int | str, ...]) -> float:
+        """The sigma of a clip whose randomness is drawn at ``address``."""
+        return self._draw_sigma(address)[0].item()
+
+    def _draw_sigma(self, address: tuple[int | str, ...]) -> tuple[Tensor, torch.Generator]:
+        """Sigma (1,) and the generator after the draw."""
+        draw = generator_at(*address, "sigma")
+        return sample_sigmas(self.sampler, 1, self.shift, draw, **self.sampler_options), draw
+
     def losses(
         self,
         x0_BCTHW: Tensor,
@@ -101,8 +110,8 @@ class Finetune(Method):
         """(B,) losses of clips whose randomness is drawn at ``addresses``; ``training=False`` for validation."""
         sigma, noise, texts = [], [], []
         for x0, prompt, address in zip(x0_BCTHW, prompts, addresses, strict=True):
-            draw = generator_at(*address, "sigma")
-            sigma.append(sample_sigmas(self.sampler, 1, self.shift, draw, **self.sampler_options))
+            drawn, draw = self._draw_sigma(address)
+            sigma.append(drawn)
             dropped = training and torch.rand(1, generator=draw).item() < self.caption_dropout
             texts.append("" if dropped else prompt)
             noise.append(noise_like(x0, *address, "noise"))
