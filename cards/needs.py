@@ -1,9 +1,10 @@
 """What a task, or one request of it, needs of a card: which nodes run and which components stand behind them.
 
 The one place that decides; loading, checking, admission and every runner ask here. A node runs when its ``when`` holds
-(:func:`cards.program.active_nodes`). A request needs the components that its nodes call or that its loops bind, so a
-text or a latents-only request needs no VAE. A task requires a component that names it in ``required_for`` (or names no
-task at all); one that names it in ``optional_for`` may be missing from the source until a request needs it.
+(:func:`cards.program.active_nodes`). A request needs the components that its nodes call or that its loops bind, but for
+a loop's ``decoder`` where it wants no pixels, so a text or a latents-only request needs no VAE. A task requires a
+component that names it in ``required_for`` (or names no task at all); one that names it in ``optional_for`` may be
+missing from the source until a request needs it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def request_needs(card: ModelCard, task: str, *, guided: bool, pixels: bool) -> 
     called: set[str] = set()
     for node in nodes:
         called |= {node.component} if node.component is not None else set()
-        called |= set(card.loops[node.loop].components.values()) if node.loop is not None else set()
+        bound = {} if node.loop is None else card.loops[node.loop].components
+        called |= {cid for part, cid in bound.items() if pixels or part != "decoder"}
     return Needs(nodes, tuple(cid for cid, c in card.components.items() if cid in called and c.kind in MODULE_KINDS))
 
 

@@ -26,11 +26,18 @@ class Family:
     architectures: tuple[str, ...] = ()
     """``architectures`` of a transformers config.json that the family can read."""
 
-    def card(self, size: str, source: str | None = None, revision: str | None = None) -> ModelCard:
-        """The card of a size, or of a local folder or hub id given as ``source``."""
+    options: tuple[str, ...] = ()
+    """Further options of its cards."""
+
+    def card(self, size: str, source: str | None = None, revision: str | None = None, **options: Any) -> ModelCard:
+        """The card of a size, or of a local folder or hub id given as ``source``; ``options`` are the family's own."""
         if size not in self.sizes:
             raise unknown_name(f"size of card {self.name!r}", size, self.sizes)
-        return importlib.import_module(f"{self.module}.card").build_card(size, source=source, revision=revision)
+        for name in options:
+            if name not in self.options:
+                raise unknown_name(f"option of card {self.name!r}", name, self.options)
+        build = importlib.import_module(f"{self.module}.card").build_card
+        return build(size, source=source, revision=revision, **options)
 
     def card_from_folder(self, folder: Path) -> ModelCard:
         """The card of a diffusers or transformers folder that holds no card.json, read off its configs."""
@@ -61,6 +68,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
     "reward": Family("reward", (), ("clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
+    "wan_causal": Family(
+        "wan_causal", (), ("tiny", "1.3b", "14b"), "cards.wan_causal", options=("chunk", "window", "sinks")
+    ),
 }
 
 

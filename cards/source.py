@@ -6,6 +6,7 @@ weight loads. Only classes on the card's allow-list are built: those of diffuser
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import threading
@@ -42,6 +43,8 @@ ALLOWED_CLASSES = {
     },
 }
 """Classes that a card or a model_index.json may name; anything else is refused."""
+OWN_CLASSES = {"CausalWanTransformer3DModel": ("cards.wan_causal.transformer", "WanTransformer3DModel")}
+"""Class of this repo that a card may name -> its module, and the diffusers class whose folders it reads and saves."""
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Either holds how images are prepared: the first as transformers 5 saves it, the second as older ones did."""
 _BUILDING = threading.RLock()
@@ -108,6 +111,8 @@ def _download(source: Source) -> Path:
 
 def library_class(library: str, class_name: str) -> Any:
     """The class, if the allow-list has it."""
+    if library == "diffusers" and class_name in OWN_CLASSES:
+        return getattr(importlib.import_module(OWN_CLASSES[class_name][0]), class_name)
     if class_name not in ALLOWED_CLASSES.get(library, set()):
         allowed = ", ".join(f"{lib}.{c}" for lib, names in ALLOWED_CLASSES.items() for c in sorted(names))
         raise SourceError(f"got class {library}.{class_name}, expected one of: {allowed}")
@@ -235,10 +240,9 @@ def _check_component(cid: str, component: Component, folder: Path, index: Mappin
     if not entry or entry[0] is None:
         raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
     if component.kind in MODULE_KINDS:
-        if entry != [component.library, component.class_name]:
-            raise SourceError(
-                f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{component.class_name}"
-            )
+        stored = OWN_CLASSES[component.class_name][1] if component.class_name in OWN_CLASSES else component.class_name
+        if entry != [component.library, stored]:
+            raise SourceError(f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{stored}")
         check_weights(component, folder)
     elif component.kind in ("tokenizer", "processor"):
         where = folder / component.subfolder

@@ -80,8 +80,9 @@ def _forwards(resolved: ResolvedRequest, nodes: tuple[Node, ...], card: ModelCar
             continue
         spec = card.loops[node.loop]
         ahead = forecast(spec, resolved.params_of(node.id), card)
-        for component in sorted(set(spec.components.values())):
-            yield Workload(component, "", ahead.rows, ahead.tokens), ahead.steps
+        steps = {component: ahead.turns.get(part, ahead.steps) for part, component in spec.components.items()}
+        for component in sorted(steps):
+            yield Workload(component, "", ahead.rows, ahead.tokens), steps[component]
 
 
 def _node_tokens(node: Node, resolved: ResolvedRequest, card: ModelCard) -> int:

@@ -50,7 +50,10 @@ def _operations(
             yield (node.component, node.op), size
             continue
         spec = card.loops[node.loop]
-        part = replace(size, rows=forecast(spec, resolved.params_of(node.id), card).rows)
+        ahead = forecast(spec, resolved.params_of(node.id), card)
+        part = replace(size, rows=ahead.rows)
+        if ahead.frames is not None:
+            part = replace(part, frames=ahead.frames, tokens=ahead.tokens)
         tile = spec.options.get("tile")
         if isinstance(tile, list):
             height, width = (int(pixels) // card.geometry.spatial for pixels in tile)  # type: ignore[arg-type]

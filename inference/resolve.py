@@ -17,12 +17,14 @@ from inference.request_checks import MAX_SEED, TEXT_ONLY, default, foreign, is_n
 from inference.resolve_text import resolve_score, resolve_text
 from loops.guidance import guidance_policy
 from loops.loop import Profile, SamplingParams
+from loops.registry import check_params
 from loops.solvers import SOLVERS
 
 CAPTURES = ("trajectory", "velocities")
 OUTPUTS = ("video", "latents")
 TEXT_LOOP = "ar_decode"
 SCORE_LOOP = "score"
+CHUNK_LOOP = "chunk_rollout"
 
 
 def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
@@ -119,6 +121,7 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
             f"{spec.solver!r}: leave solver out"
         )
     params = SamplingParams(**{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])})
+    check_params(params, spec, card)
     return ResolvedRequest(
         request=replace(request, seed=params.seed),
         params=params,

@@ -169,6 +169,8 @@ class Rounds:
             observer.on_step(step)
         running.advance(StepResult(outputs))
         handle._stream.put("step", plan.label, *handle.progress)
+        if running.frames is not None:
+            handle._stream.put("frames", plan.label, *handle.progress, running.frames)
 
 
 def _key(handle: Handle, cache_key: tuple[Any, ...]) -> FeatureKey:

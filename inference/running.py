@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from cards.needs import request_needs
-from inference.artifact import Artifact, Provenance
+from inference.artifact import Artifact, Provenance, to_uint8
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
+from inference.stream import Frames
 from loops.ar_decode import Completion
 from loops.component import tensors_digest
 from loops.forecast import forecast
-from loops.loop import BehaviourRecord, Done, KVSource, Loop, LoopContext, LoopState, StepResult, WorkPlan
+from loops.loop import BehaviourRecord, Done, Loop, LoopContext, LoopState, StepResult, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
 StepListener = Callable[[str, int, int], None]
@@ -49,9 +50,10 @@ class Running:
         resolved: ResolvedRequest,
         instance: ModelInstance,
         listener: StepListener | None = None,
-        kv: KVSource | None = None,
+        kv: Any = None,
     ):
-        """``kv`` opens this request's KV, which its owner frees when the request ends; None: it goes with us."""
+        """``kv`` (as :class:`LoopContext` has it) opens this request's KV, which its owner frees when the request ends;
+        None: it goes with us."""
         self.resolved = resolved
         self.kv = kv
         self.instance = instance
@@ -68,16 +70,21 @@ class Running:
         self.steps_done = 0
         loops = instance.card.loops
         self.steps_total = sum(
-            1 if node.loop is None else forecast(loops[node.loop], resolved.params_of(node.id), instance.card).steps
+            1
+            if node.loop is None
+            else forecast(loops[node.loop], resolved.params_of(node.id), instance.card, pixels=pixels).steps
             for node in self.nodes
         )
         self.versions = instance.versions()
         self.behaviour: BehaviourRecord | None = None
+        self.frames: Frames | None = None
+        """What the last step added to the clip, where it did."""
         self.failure: BaseException | None = None
         self._loop: Loop | None = None
         self._state: LoopState | None = None
         self._plan: WorkPlan | None = None
         self._rest: _Rest | None = None
+        self._frames_out = 0
 
     def plan(self) -> WorkPlan | None:
         """The next step, the same until ``advance``; None when the request is complete."""
@@ -95,13 +102,14 @@ class Running:
                     profile=self.resolved.request.profile,
                     capture=frozenset(self.resolved.request.capture),
                     kv=self.kv,
+                    pixels=self.resolved.pixels,
                 )
                 self._state = self._loop.init(self.resolved.params_of(node.id), self.instance, ctx)
             assert self._loop is not None
             step = self._loop.next(self._state)
             if isinstance(step, Done):
                 result = self._loop.finalize(self._state)
-                self.slots[node.writes] = result.value
+                self.slots |= {**result.also, node.writes: result.value}
                 if result.behaviour is not None:
                     self.behaviour = result.behaviour
                 self._state = None
@@ -116,11 +124,17 @@ class Running:
         if self.steps_done == 0:  # not before: weights may have changed while the request waited
             self.versions = self.instance.versions()
         label = self._plan.label
+        self.frames = self._emitted(result) if self._plan.emits == "frames" else None
         self._state = self._loop.advance(self._state, result)
         self._plan = None
         self.steps_done += 1
         if self.listener is not None:
             self.listener(label, self.steps_done, self.steps_total)
+
+    def _emitted(self, result: StepResult) -> Frames:
+        first, pixels_FHWC = self._frames_out, to_uint8(result.outputs[-1][0])
+        self._frames_out += len(pixels_FHWC)
+        return Frames(first, pixels_FHWC)
 
     @property
     def loop_step(self) -> int:
@@ -132,11 +146,15 @@ class Running:
         return self._rest is not None
 
     def suspend(self) -> None:
-        """Moves the loop's state and the slots to host memory; nothing but :meth:`resume` may follow."""
+        """Moves the loop's state and the slots to host memory; nothing but :meth:`resume` may follow. What a plugin
+        holds goes along where it has a ``rest`` and a ``wake``."""
         state = self._state
         plugins = {} if state is None else state.plugins
         shared = {} if state is None else state.shared
         kept = None if state is None else replace(state, plugins={}).save()
+        for plugin in plugins.values():
+            if hasattr(plugin, "rest"):
+                plugin.rest()
         self._rest = _Rest(kept, plugins, shared, _moved(self.slots, "cpu"))
         self._state, self._plan, self.slots = None, None, {}
 
@@ -146,6 +164,9 @@ class Running:
         rest, self._rest = self._rest, None
         self.slots = _moved(rest.slots, self.instance.device)
         if rest.state is not None:
+            for plugin in rest.plugins.values():
+                if hasattr(plugin, "wake"):
+                    plugin.wake()
             state = LoopState.resume(rest.state, rest.shared)
             self._state = replace(state, plugins=rest.plugins)
 

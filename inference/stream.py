@@ -8,9 +8,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["queued", "step", "completed", "failed", "cancelled"]
+import numpy as np
+
+Kind = Literal["queued", "step", "frames", "completed", "failed", "cancelled"]
 LAST: tuple[Kind, ...] = ("completed", "failed", "cancelled")
 """Kinds that end a stream."""
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """Frames of a clip, as soon as they are decoded."""
+
+    first: int
+    """Position of the first of them in the clip."""
+    pixels_FHWC: np.ndarray
+    """uint8, as ``Artifact.frames_FHWC`` has them."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,8 @@ class Event:
     """Steps in all, as far as known."""
     seconds: float
     """Since the request was submitted."""
+    frames: Frames | None = None
+    """Of kind ``frames``."""
 
 
 class EventStream:
@@ -38,12 +52,12 @@ class EventStream:
         self._changed = threading.Condition()
         self._began = time.monotonic()
 
-    def put(self, kind: Kind, label: str, done: int, total: int) -> None:
+    def put(self, kind: Kind, label: str, done: int, total: int, frames: Frames | None = None) -> None:
         """Appends an event; nothing may follow one of ``LAST``."""
         with self._changed:
             assert not self.closed
             seconds = time.monotonic() - self._began
-            self._events.append(Event(len(self._events), kind, label, done, total, seconds))
+            self._events.append(Event(len(self._events), kind, label, done, total, seconds, frames))
             self._changed.notify_all()
 
     @property

@@ -1,4 +1,4 @@
-"""Keys and values of text requests: one pool a language model, one namespace a request.
+"""Keys and values of requests: of texts in a pool a language model, of chunked clips in a slab each.
 
 Prefixes are shared only where batching may change last bits anyway: a prompt that finds its prefix in the pool
 prefills less, in a forward of another shape.
@@ -17,7 +17,8 @@ from inference.cache.paged_source import PagedSource
 from inference.cache.paged_transformers import paged_spec
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
-from loops.loop import KVSource, TokenParams
+from inference.slab_kv import PooledSlabs, rolls_out, slab_bytes
+from loops.loop import KVSource, SamplingParams, TokenParams
 
 BLOCK_TOKENS = 16
 _NAMESPACES = itertools.count(1)
@@ -37,11 +38,13 @@ class TextKV:
         self._kv_bytes = kv_bytes
         self._share = share_prefixes
 
-    def source(self, instance: ModelInstance) -> KVSource | None:
+    def source(self, instance: ModelInstance) -> KVSource | PooledSlabs | None:
         """Where a new request opens its keys and values; to be closed when it is over."""
+        caches = self._caches
+        if rolls_out(tuple(instance.card.loops.values())):
+            return PooledSlabs(caches, ("slab", next(_NAMESPACES)))
         if self._kv_bytes == 0:
             return None
-        caches = self._caches
 
         def pool_of(component: str) -> tuple[PagedPool, str | None]:
             root = caches.prefix_root(instance, component) if self._share else None
@@ -65,7 +68,9 @@ class TextKV:
         return self._caches.own_pool(name, paged_spec(module.config, blocks=blocks, **sizes))
 
     def bytes_of(self, resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
-        """What a request fills at most: the blocks of its prompt and of all tokens that it may add."""
+        """What a request fills at most: the blocks of its prompt and of all tokens that it may add, or its slab."""
+        if isinstance(resolved.params, SamplingParams):
+            return slab_bytes(resolved, nodes, instance)
         if self._kv_bytes == 0 or not isinstance(resolved.params, TokenParams):
             return 0
         limits = instance.card.sampling.text
@@ -76,7 +81,9 @@ class TextKV:
         pools = [self.pool(instance, loop.components["lm"]) for loop in loops if "lm" in loop.components]
         return sum(pool.spec.blocks_for(tokens) * pool.spec.block_bytes for pool in pools)
 
-    def close(self, source: KVSource | None) -> None:
+    def close(self, source: KVSource | PooledSlabs | None) -> None:
         """Frees what a request opened."""
+        if isinstance(source, PooledSlabs):
+            source.close_slab()
         if isinstance(source, PagedSource):
             self._caches.close_pools(source.namespace)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class WorkPlan:
     resources: Resources = Resources()
     cache_key: tuple[Any, ...] | None = None
     """Equal keys have equal results: the runner may evaluate one and share it."""
+    emits: Literal["", "frames"] = ""
+    """``frames``: the output of its last call is the clip's next frames (1, 3, F, H, W) in [-1, 1], which may leave."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,11 @@ class LoopContext:
     profile: Profile = Profile.SERVE
     capture: frozenset[str] = frozenset()
     """Opt-in fields of the BehaviourRecord."""
-    kv: KVSource | None = None
-    """Where KV is held; None gives each request a cache of its own that grows as it is used."""
+    kv: Any = None
+    """Where KV is held: a KVSource of a text, a ``loops.slab.SlabSource`` of a chunked clip; None gives each request a
+    cache of its own."""
+    pixels: bool = True
+    """The request wants more than latents."""
 
 
 @dataclass
@@ -280,17 +285,22 @@ class LoopResult:
 
     value: Any
     behaviour: BehaviourRecord | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """Further slots that the loop filled on its way."""
 
 
 class Instance(Protocol):
     """What a loop and the reference driver may ask of a loaded model."""
 
     card: ModelCard
+    device: torch.device
 
     @property
     def tokenizer(self) -> Any: ...
 
     def dtype(self, component: str) -> torch.dtype: ...
+
+    def config(self, component: str) -> Any: ...
 
     def numerics(self, component: str) -> dict[str, Any]: ...
 

@@ -6,7 +6,7 @@ Knows how options are parsed and how a mistake is reported; each kind says in it
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,6 +21,9 @@ class LoopOptions(BaseModel):
 
     def check(self, spec: LoopSpec, card: ModelCard) -> None:
         """Raises ``UserError`` where the options, each valid by itself, do not fit the rest of the spec or the card."""
+
+    def check_params(self, params: Any, spec: LoopSpec, card: ModelCard) -> None:
+        """Raises ``UserError`` for a request's settled ``params`` that the kind cannot run."""
 
 
 Options = TypeVar("Options", bound=LoopOptions)

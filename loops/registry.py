@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cards.card import LoopSpec, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node
 from loops.adaptive import AdaptiveOptions, ExitLoop, ExitOptions, FirstBlockLoop, SkipLoop, SkipOptions
 from loops.ar_decode import ARDecodeLoop
+from loops.chunk_rollout import ChunkOptions, ChunkRolloutLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
 from loops.loop import Loop
@@ -16,6 +19,7 @@ from loops.vae_tiles import TileOptions, TilesLoop
 
 LOOPS: dict[str, Loop] = {
     "ar_decode": ARDecodeLoop(),
+    "chunk_rollout": ChunkRolloutLoop(),
     "diffusion_denoise": DenoiseLoop(),
     "diffusion_denoise_exit": ExitLoop(),
     "diffusion_denoise_first_block": FirstBlockLoop(),
@@ -24,6 +28,7 @@ LOOPS: dict[str, Loop] = {
     "vae_tiles": TilesLoop(),
 }
 OPTIONS: dict[str, type[LoopOptions]] = {
+    "chunk_rollout": ChunkOptions,
     "diffusion_denoise_exit": ExitOptions,
     "diffusion_denoise_first_block": AdaptiveOptions,
     "diffusion_denoise_skip": SkipOptions,
@@ -43,6 +48,11 @@ def check_loop(spec: LoopSpec, card: ModelCard) -> None:
     """Raises ``UserError`` for a kind that does not exist or options that the kind cannot run with."""
     loop_of_kind(spec.kind)
     read_options(OPTIONS.get(spec.kind, LoopOptions), spec, card)
+
+
+def check_params(params: Any, spec: LoopSpec, card: ModelCard) -> None:
+    """Raises ``UserError`` for a request's settled ``params`` that the spec's kind cannot run."""
+    read_options(OPTIONS.get(spec.kind, LoopOptions), spec, card).check_params(params, spec, card)
 
 
 def component_loop(node: Node) -> Loop:

@@ -112,15 +112,26 @@ def decode_tile(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor
     What ``AutoencoderKLWan.tiled_decode`` evaluates for a tile: latent frame by latent frame, with the causal features
     of the frames before in a list of this call's own, not on the module.
     """
+    return decoder_frames(vae, tensors, None)[0]
+
+
+def decoder_frames(vae: Any, tensors: Tensors, features: list[Any] | None) -> tuple[Tensor, list[Any]]:
+    """Video (B, 3, F, 8H, 8W), not clamped yet, of normalised latents (B, C, T, H, W) that follow earlier ones.
+
+    ``features``: what the decoder's causal convolutions keep of the frames before, None where there are none; comes
+    back as it is after these frames, in a new list.
+    """
     if vae.config.patch_size is not None:
         raise UserError(f"got a VAE with patch_size={vae.config.patch_size}, expected none; decode it untiled")
     latents_BCTHW = _denormalised(vae, tensors)
-    features: list[Any] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    first = features is None
+    convolutions = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    kept: list[Any] = [None] * convolutions if features is None else [*features]
     frames = [
-        vae.decoder(vae.post_quant_conv(frame), feat_cache=features, feat_idx=[0], first_chunk=k == 0)
+        vae.decoder(vae.post_quant_conv(frame), feat_cache=kept, feat_idx=[0], first_chunk=first and k == 0)
         for k, frame in enumerate(latents_BCTHW.split(1, dim=2))
     ]
-    return torch.cat(frames, dim=2)
+    return torch.cat(frames, dim=2), kept
 
 
 def encode_video(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:

@@ -52,6 +52,11 @@ class ByteBudget:
         """More memory is there to be taken."""
         self.capacity_bytes += size_bytes
 
+    def shrink(self, size_bytes: int) -> None:
+        """Inverse of :meth:`grow`, of bytes that are free."""
+        assert 0 <= size_bytes <= self.free_bytes, (size_bytes, self.free_bytes)
+        self.capacity_bytes -= size_bytes
+
     def release(self, size_bytes: int) -> None:
         assert 0 <= size_bytes <= self.used_bytes, (size_bytes, self.used_bytes)
         self.used_bytes -= size_bytes

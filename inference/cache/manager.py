@@ -18,7 +18,7 @@ from inference.cache.feature import FeatureCache
 from inference.cache.keys import CacheKey, FeatureKey, PrefixRoot
 from inference.cache.paged import PagedEntry, PagedPool, PagedSpec
 from inference.cache.residual import ResidualCache
-from inference.cache.slab import SlabKV, SlabPool, SlabSpec
+from inference.cache.slab import Slab, SlabKV, SlabPool, SlabSpec
 from inference.instance import ModelInstance
 
 
@@ -145,6 +145,23 @@ class CacheManager:
         root = PrefixRoot.of(instance, component)
         self._roots.setdefault(root.component_uid, set()).add(root.digest)
         return root.digest
+
+    # -- slabs
+
+    def own_slab(self, namespace: Hashable, branch: str, spec: SlabSpec) -> Slab:
+        """A slab for inference in memory beside that of all other caches, whose bytes its request was admitted with."""
+        self.budget.grow(spec.slab_bytes)
+        try:
+            slab = self.slabs.open(namespace, branch, spec)
+        except BaseException:
+            self.budget.shrink(spec.slab_bytes)
+            raise
+        assert isinstance(slab, Slab)
+        return slab
+
+    def close_own_slabs(self, namespace: Hashable) -> None:
+        """Frees what :meth:`own_slab` opened, with its memory; again is no harm."""
+        self.budget.shrink(self.slabs.close(namespace))
 
     # -- requests
 

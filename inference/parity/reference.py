@@ -22,12 +22,18 @@ def drive_slots(instance: ModelInstance, request: Request) -> dict[str, Any]:
     slots: dict[str, Any] = {"prompt": resolved.prompt, "negative_prompt": resolved.negative_prompt, **inputs}
     guided, pixels = resolved.guided, resolved.pixels
     nodes = request_needs(instance.card, request.task, guided=guided, pixels=pixels).nodes
+    written: dict[str, Any] = {}
     for node in nodes:
         spec = None if node.loop is None else instance.card.loops[node.loop]
         loop = component_loop(node) if spec is None else loop_of_kind(spec.kind)
-        ctx = LoopContext(spec=spec, slots=slots, profile=request.profile, capture=frozenset(request.capture))
-        slots[node.writes] = drive(loop, resolved.params_of(node.id), instance, ctx).value
-    return {node.writes: slots[node.writes] for node in nodes}
+        ctx = LoopContext(
+            spec=spec, slots=slots, profile=request.profile, capture=frozenset(request.capture), pixels=pixels
+        )
+        result = drive(loop, resolved.params_of(node.id), instance, ctx)
+        wrote = {**result.also, node.writes: result.value}
+        slots |= wrote
+        written |= wrote
+    return written
 
 
 def drive_request(instance: ModelInstance, request: Request) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from cards.card import ModelCard
 from cards.errors import UserError
 from inference.instance import ModelInstance
 from inference.request import Request
-from inference.resolve import SCORE_LOOP, TEXT_LOOP
+from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec
 from loops.loop import Profile
 
 CLIP_PROMPTS = ("a red circle moves left", "two blue squares", "", "a green triangle stays still")
@@ -48,15 +48,16 @@ def gate_requests(instance: ModelInstance, count: int = 4) -> list[Request]:
 
 
 def _clips(instance: ModelInstance, task: str, count: int) -> list[Request]:
-    """They differ in prompt, seed, steps and guidance."""
-    ladder = next(iter(instance.card.loops.values())).schedule.ladder
+    """They differ in prompt, seed, steps and guidance, where the loop has any."""
+    spec = denoise_spec(instance.card, task)
+    ladder = spec.schedule.ladder
     return [
         Request(
             prompt=CLIP_PROMPTS[i % 4],
             task=task,
             seed=100 + i,
             steps=len(ladder) if ladder is not None else 3 + i,
-            guidance=(1.0, 3.0, 5.0, 1.0)[i % 4],
+            guidance=None if spec.kind == CHUNK_LOOP else (1.0, 3.0, 5.0, 1.0)[i % 4],
         )
         for i in range(count)
     ]

@@ -1,0 +1,68 @@
+"""Slabs of chunked rollouts: one a request, in the engine's slab pool, counted before the request is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from cards.card import LoopSpec
+from cards.chunks import chunk_count
+from cards.program import Node
+from inference.cache.manager import CacheManager
+from inference.instance import ModelInstance
+from inference.request import ResolvedRequest
+from inference.resolve import CHUNK_LOOP
+from loops.chunk_rollout import ChunkOptions, slab_spec
+from loops.options import read_options
+from loops.slab import Slab, SlabSpec
+
+BRANCH = "main"
+
+
+class PooledSlabs:
+    """Opens one request's slab in the pool; whoever made it closes it when the request ends."""
+
+    def __init__(self, caches: CacheManager, namespace: Hashable):
+        self._caches = caches
+        self.namespace = namespace
+
+    def open_slab(self, spec: SlabSpec) -> Slab:
+        return self._caches.own_slab(self.namespace, BRANCH, spec)
+
+    def close_slab(self) -> None:
+        """Frees it; again is no harm."""
+        self._caches.close_own_slabs(self.namespace)
+
+
+def rolls_out(loops: Sequence[LoopSpec]) -> bool:
+    """Whether any of the loops holds a slab."""
+    return any(loop.kind == CHUNK_LOOP for loop in loops)
+
+
+def slab_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance) -> int:
+    """What the slabs of a request's rollouts hold from their first step on."""
+    card, total = instance.card, 0
+    for node in nodes:
+        if node.loop is None or card.loops[node.loop].kind != CHUNK_LOOP:
+            continue
+        spec, params = card.loops[node.loop], resolved.params_of(node.id)
+        options, component = read_options(ChunkOptions, spec, card), spec.components["denoiser"]
+        channels, _, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
+        slab = slab_spec(
+            instance.config(component),
+            options,
+            chunks=chunk_count(params.frames, options.chunk, card.geometry),
+            shape=(1, channels, options.chunk, height, width),
+            dtype=_dtype(instance, component),
+            device=instance.device,
+        )
+        total += slab.slab_bytes
+    return total
+
+
+def _dtype(instance: ModelInstance, component: str) -> torch.dtype:
+    """What the component computes in; nothing is built for it."""
+    if instance.built(component):
+        return instance.dtype(component)
+    return getattr(torch, instance.card.components[component].dtype)
