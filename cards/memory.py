@@ -20,7 +20,9 @@ class ForwardSize:
     tokens: int = 0
     """Transformer tokens of a row's clip."""
     text_tokens: int = 0
-    """Tokens of a row's text, padding included."""
+    """Tokens of a row's text, padding included; of a language model the new ones."""
+    past_tokens: int = 0
+    """Tokens of a row whose keys and values a language model reads, padding included."""
 
     @property
     def cells(self) -> int:

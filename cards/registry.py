@@ -50,7 +50,12 @@ class Family:
     def peak_bytes(self) -> dict[tuple[str, str], Callable[..., int]]:
         """(component kind, operation) -> function (config, ``cards.memory.ForwardSize``) -> worst-case bytes of the
         forward's activations; empty for a family that has none."""
-        return _peak_bytes(self.module)
+        return _of_memory(self.module, "PEAK_BYTES")
+
+    def held_bytes(self) -> dict[str, Callable[..., int]]:
+        """Component kind -> function (config, tokens) -> bytes that a request holds of its tokens from step to step,
+        such as keys and values; empty for a family that has none."""
+        return _of_memory(self.module, "HELD_BYTES")
 
     def prepare(self) -> dict[str, Callable[..., Any]]:
         """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""
@@ -58,10 +63,10 @@ class Family:
 
 
 @cache
-def _peak_bytes(module: str) -> dict[tuple[str, str], Callable[..., int]]:
+def _of_memory(module: str, table: str) -> dict[Any, Callable[..., int]]:
     if importlib.util.find_spec(f"{module}.memory") is None:
         return {}
-    return importlib.import_module(f"{module}.memory").PEAK_BYTES
+    return getattr(importlib.import_module(f"{module}.memory"), table, {})
 
 
 FAMILIES: dict[str, Family] = {

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from cards.card import ModelCard
 from cards.program import Node
+from cards.registry import family
 from inference.admission import Demand
 from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
-from inference.peak import request_peak_bytes
+from inference.peak import config_of, request_peak_bytes, text_tokens
 from inference.request import ResolvedRequest
 from loops.forecast import forecast
 from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
@@ -65,7 +66,7 @@ def demand_of(
     """The worst case of a whole request whose program runs ``nodes``."""
     return Demand(
         seconds=book.request_seconds(_forwards(resolved, nodes, instance.card)),
-        resident_bytes=_resident_bytes(resolved, instance),
+        resident_bytes=_resident_bytes(resolved, nodes, instance, pooled=cache_bytes > 0),
         peak_bytes=request_peak_bytes(resolved, nodes, instance),
         cache_bytes=cache_bytes,
     )
@@ -95,11 +96,27 @@ def _clip_tokens(params: SamplingParams, card: ModelCard) -> int:
     return card.geometry.tokens(params.frames, params.height, params.width)
 
 
-def _resident_bytes(resolved: ResolvedRequest, instance: ModelInstance) -> int:
-    """What a request holds from step to step; the keys and values of a text are cache blocks."""
+def _held_of_text(resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
+    """Keys and values of all tokens that a text may have, where no pool holds them."""
+    card = instance.card
+    known = family(card.family).held_bytes()
+    _, tokens = text_tokens(resolved, instance)
+    components = {cid for node in nodes if node.loop is not None for cid in card.loops[node.loop].components.values()}
+    return sum(
+        known[card.components[cid].kind](config_of(instance, cid), tokens)
+        for cid in components
+        if card.components[cid].kind in known
+    )
+
+
+def _resident_bytes(
+    resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance, *, pooled: bool
+) -> int:
+    """What a request holds from step to step; ``pooled`` keys and values are cache blocks, not among it."""
     params, card = resolved.params, instance.card
     if isinstance(params, TokenParams):
-        return 8 * (params.max_tokens + (0 if card.sampling.text is None else card.sampling.text.context))
+        ids = 8 * (params.max_tokens + (0 if card.sampling.text is None else card.sampling.text.context))
+        return ids + (0 if pooled else _held_of_text(resolved, nodes, instance))
     given = {} if resolved.request.inputs is None else resolved.request.inputs
     inputs = sum(tensor.numel() * tensor.element_size() for tensor in given.values())
     if isinstance(params, ScoreParams):

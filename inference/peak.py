@@ -6,6 +6,7 @@ bounds nothing for its family. Knows sizes and configs; runs nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from cards.registry import family
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
 from loops.forecast import forecast
-from loops.loop import ModelCall, SamplingParams, WorkPlan
+from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
 
 _CONFIGS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 """Configs as mappings: to make one takes longer than a forward's prediction may."""
@@ -38,13 +39,31 @@ def request_peak_bytes(resolved: ResolvedRequest, nodes: tuple[Node, ...], insta
     return max((_bytes(instance, *operation, size) for operation, size in operations), default=0)
 
 
+def config_of(instance: ModelInstance, component: str) -> Mapping[str, Any]:
+    """The config of a component's module, which need not be built for it."""
+    module = instance.residents[component].plan()
+    known = _CONFIGS.get(module)
+    if known is None:
+        config: Any = getattr(module, "config", {})
+        known = _CONFIGS[module] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return known
+
+
+def text_tokens(resolved: ResolvedRequest, instance: ModelInstance) -> tuple[int, int]:
+    """(tokens of the prompt, tokens with all that may follow) of a text request; raises what tokenizing raises."""
+    limits, params = instance.card.sampling.text, resolved.params
+    assert limits is not None and isinstance(params, TokenParams)
+    prompt = instance.tokenize(resolved.prompt, limits.context)["ids"].shape[1]  # type: ignore[arg-type]
+    return prompt, min(prompt + params.max_tokens, limits.context)
+
+
 def _operations(
     resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance
 ) -> Iterator[tuple[tuple[str, str], ForwardSize]]:
     """((component, operation), size) of all that the nodes may call: of a loop, any operation of its components."""
     card = instance.card
-    size = _size_of_request(resolved, card)
-    for node in nodes:
+    sizes = _sizes_of_request(resolved, instance)
+    for node, size in itertools.product(nodes, sizes):
         if node.loop is None:
             assert node.component is not None and node.op is not None
             yield (node.component, node.op), size
@@ -69,34 +88,36 @@ def _bytes(instance: ModelInstance, component: str, method: str, size: ForwardSi
     known = family(instance.card.family).peak_bytes().get((instance.card.components[component].kind, method))
     if known is None or component not in instance.residents:
         return 0
-    return known(_config(instance, component), size)
-
-
-def _config(instance: ModelInstance, component: str) -> Mapping[str, Any]:
-    """The config of a component's module, which need not be built for it."""
-    module = instance.residents[component].plan()
-    known = _CONFIGS.get(module)
-    if known is None:
-        config: Any = getattr(module, "config", {})
-        known = _CONFIGS[module] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    return known
+    return known(config_of(instance, component), size)
 
 
 def _size_of_call(call: ModelCall, card: ModelCard) -> ForwardSize:
     text = next((call.tensors[name].shape[1] for name in ("text", "ids", "input_ids") if name in call.tensors), 0)
     clip = next((t for name, t in call.tensors.items() if name in ("latents", "tile") and t.ndim == 5), None)
     if clip is None:
-        return ForwardSize(call.rows, text_tokens=text)
+        return ForwardSize(call.rows, text_tokens=text, past_tokens=_past(call.state, text))
     return _clip_size(call.rows, (clip.shape[2], clip.shape[3], clip.shape[4]), text, card)
 
 
-def _size_of_request(resolved: ResolvedRequest, card: ModelCard) -> ForwardSize:
-    params = resolved.params
+def _past(state: Any, new: int) -> int:
+    """Tokens whose keys and values a row reads. A row of one new token meets any others of its pool in a forward and is
+    padded to the longest. Prompts meet those with as many new tokens, of which few have a past; theirs is the padding
+    that is not counted."""
+    length = getattr(state, "length", 0)
+    return max(length, getattr(state, "padded_length", 0)) if new == 1 else length
+
+
+def _sizes_of_request(resolved: ResolvedRequest, instance: ModelInstance) -> tuple[ForwardSize, ...]:
+    """One size, or of a text two: its prompt at once, and its last token after all others."""
+    params, card = resolved.params, instance.card
+    if isinstance(params, TokenParams):
+        prompt, tokens = text_tokens(resolved, instance)
+        return ForwardSize(1, text_tokens=prompt), ForwardSize(1, text_tokens=1, past_tokens=tokens)
     text = card.sampling.max_sequence_length
     if not isinstance(params, SamplingParams):
-        return ForwardSize(1, text_tokens=text)
+        return (ForwardSize(1, text_tokens=text),)
     _, *cells = card.geometry.latent_shape(params.frames, params.height, params.width)
-    return _clip_size(1, (cells[0], cells[1], cells[2]), text, card)
+    return (_clip_size(1, (cells[0], cells[1], cells[2]), text, card),)
 
 
 def _clip_size(rows: int, cells: tuple[int, int, int], text_tokens: int, card: ModelCard) -> ForwardSize:

@@ -107,6 +107,11 @@ class PagedPool:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest entry."""
+        return max((entry.filled[0] for entry in self._entries.values()), default=0)
+
     # -- entries
 
     def open(self, namespace: Hashable, label: str, prompt_token_ids: Sequence[int], *, root: str | None) -> PagedEntry:

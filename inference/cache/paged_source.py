@@ -21,6 +21,11 @@ class PagedKV:
         return self.entry.length
 
     @property
+    def padded_length(self) -> int:
+        """Tokens that its past is padded to at most, in a forward with others of its pool."""
+        return self.pool.longest
+
+    @property
     def batch_key(self) -> int:
         return id(self.pool)
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from cards.memory import ForwardSize
+from cards.qwen3.components import next_logits
+from cards.qwen3.memory import held_bytes, next_logits_bytes
+from cards.reward.components import encode_text, score
+from cards.reward.memory import encode_bytes as clip_encode_bytes
+from cards.reward.memory import score_bytes
 from cards.wan21.memory import decode_bytes, encode_bytes, velocity_bytes
+from inference.cache.paged import PagedPool
+from inference.cache.paged_source import PagedKV
+from inference.cache.paged_transformers import paged_spec
+from loops.ar_decode import GrowingKV
 from tests.support.live_bytes import LiveBytes
 
 FAR = 3.0
@@ -85,3 +94,113 @@ def test_the_text_encoder(width: int, head: int, ffn: int, heads: int, tokens: i
     with torch.no_grad(), LiveBytes() as live:
         model(ids, torch.ones_like(ids))
     check(live.peak, encode_bytes(config.to_dict(), ForwardSize(rows, text_tokens=tokens)))
+
+
+LMS = [(32, 48, 4, 2, 8), (64, 1024, 4, 4, 8), (64, 64, 8, 1, 32), (256, 96, 2, 1, 16), (128, 384, 8, 4, 16)]
+"""Width, width of the MLP, query heads, key heads, width of a head."""
+
+
+def language_model(width: int, ffn: int, heads: int, key_heads: int, head: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head,
+        max_position_embeddings=1024,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def fill(lm: Any, kv: Any, tokens: int) -> Any:
+    """The handle after a prompt of so many tokens."""
+    if tokens:
+        next_logits(lm, {"ids": torch.zeros(1, tokens, dtype=torch.long)}, {"state": kv})
+    return kv
+
+
+@pytest.mark.parametrize("sizes", LMS)
+@pytest.mark.parametrize(
+    ("new", "pasts"),
+    [
+        (1, [0]),
+        (200, [0]),
+        (100, [0, 0]),
+        (1, [200]),
+        (1, [200, 50, 10]),
+        (7, [200, 50, 10]),
+        (100, [300, 0]),
+        (400, [32]),
+    ],
+)
+@torch.no_grad()
+def test_the_language_model_on_pages(sizes: Any, new: int, pasts: list[int]) -> None:
+    lm = language_model(*sizes)
+    pool = PagedPool(paged_spec(lm.config, blocks=100))
+    kv = [fill(lm, PagedKV(pool, pool.open(i, "main", [0], root=None)), past) for i, past in enumerate(pasts)]
+    ids = torch.zeros(len(pasts), new, dtype=torch.long)
+    with LiveBytes() as live:
+        next_logits(lm, {"ids": ids}, {"state": tuple(kv) if len(kv) > 1 else kv[0]})
+    check(
+        live.peak,
+        next_logits_bytes(lm.config.to_dict(), ForwardSize(len(pasts), text_tokens=new, past_tokens=max(pasts))),
+    )
+
+
+@pytest.mark.parametrize("sizes", LMS)
+@pytest.mark.parametrize(("new", "past"), [(200, 0), (1, 200), (40, 32)])
+@torch.no_grad()
+def test_the_language_model_with_keys_and_values_of_its_own(sizes: Any, new: int, past: int) -> None:
+    """The cache is made anew as it grows, so that all that is held is counted too."""
+    lm = language_model(*sizes)
+    kv = fill(lm, GrowingKV(), past)
+    with LiveBytes() as live:
+        next_logits(lm, {"ids": torch.zeros(1, new, dtype=torch.long)}, {"state": kv})
+    config = lm.config.to_dict()
+    held = held_bytes(config, new + past)
+    kept = sum(t.numel() * t.element_size() for layer in kv.cache.layers for t in (layer.keys, layer.values))
+    assert held == kept
+    check(live.peak, next_logits_bytes(config, ForwardSize(1, text_tokens=new, past_tokens=past)) + held)
+
+
+@pytest.mark.parametrize(
+    ("width", "ffn", "tokens", "side", "patch", "rows"),
+    [(16, 32, 12, 16, 8, 1), (64, 256, 77, 64, 8, 4), (64, 64, 77, 224, 14, 2), (64, 1024, 30, 32, 8, 2)],
+)
+@torch.no_grad()
+def test_the_scorer(width: int, ffn: int, tokens: int, side: int, patch: int, rows: int) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = CLIPConfig(
+        text_config={
+            **tower,
+            "max_position_embeddings": tokens,
+            "vocab_size": 9,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 1,
+        },
+        vision_config={**tower, "image_size": side, "patch_size": patch},
+        projection_dim=8,
+    )
+    clip = CLIPModel(config).eval()
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    mask[0, tokens // 2 :] = 0
+    with LiveBytes() as live:
+        encode_text(clip, {"ids": torch.ones_like(mask), "mask": mask}, {})
+    check(live.peak, clip_encode_bytes(config.to_dict(), ForwardSize(rows, text_tokens=tokens)))
+    frames = [torch.randn(1, 3, side, side) for _ in range(rows)]
+    text = torch.randn(rows, 8)
+    with LiveBytes() as live:
+        score(clip, {"pixels": torch.cat(frames), "text": text}, {})
+    check(live.peak, score_bytes(config.to_dict(), ForwardSize(rows)))
