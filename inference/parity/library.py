@@ -106,8 +106,8 @@ class WanLibrary:
     def _scheduler(self, solver: str, shift: float, generator: torch.Generator) -> Any:
         """The folder's own scheduler where the solver is the folder's, else a plain one of the solver's class.
 
-        The pipeline gives a scheduler neither the sigmas of a ladder nor a generator to re-noise with: a new one is told
-        of both.
+        The pipeline gives a scheduler neither the sigmas of a ladder nor a generator to re-noise with: a new one is
+        told of both.
         """
         import diffusers
 

@@ -120,9 +120,20 @@ FINETUNE = (
     "method.warmup=2",
     "method.lr=1e-4",
 )
+DMD2 = (
+    "method=dmd2",
+    "batch_size=4",
+    "method.ttur=2",
+    "method.rungs=[1000,500]",
+    "method.ema=0.9",
+    "method.micro_batch=3",
+    "eval.count=2",
+    "eval.steps=2",
+)
+DMD2_GAN = (*DMD2, "method.gan={weight_g: 3e-3, weight_d: 1e-2}", "data.clips=24")
 
 
 @pytest.fixture(scope="session")
 def method_overrides() -> dict[str, tuple[str, ...]]:
-    """Small runs of both methods."""
-    return {"diffusion_nft": NFT, "finetune": FINETUNE}
+    """Small runs of the methods."""
+    return {"diffusion_nft": NFT, "finetune": FINETUNE, "dmd2": DMD2, "dmd2-gan": DMD2_GAN}
