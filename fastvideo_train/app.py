@@ -26,6 +26,7 @@ from fastvideo_train.paths import conf_dir
 SHORT_KEYS = ("steps", "batch_size", "lr")
 """Top-level keys that set the method's argument of the same name."""
 EXIT_USER_ERROR = 2
+DRY_RUN = "dry_run"
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def main() -> None:
 
     # Hydra then raises its errors instead of printing them its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # "+key=" adds a key, and Hydra refuses it for one that is there; as a switch it is written either way.
+    sys.argv[1:] = [arg.removeprefix("+") if arg.startswith(f"+{DRY_RUN}=") else arg for arg in sys.argv[1:]]
     try:
         command()
     except HydraException as error:
@@ -100,6 +103,11 @@ def run_directory(cfg: DictConfig) -> Path:
 
 
 def _run(cfg: DictConfig) -> None:
+    if cfg[DRY_RUN]:
+        from fastvideo_train.dry_run import dry_run, print_plan
+
+        print_plan(dry_run(cfg))
+        return
     run_dir = run_directory(cfg)
     from fastvideo_train.checks import check_run
 

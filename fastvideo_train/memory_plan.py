@@ -1,0 +1,307 @@
+"""What a run will hold in a device's memory, role by role, without loading a weight.
+
+The run's own parts are put together on tensors without memory: the card's modules from their configs, the method's
+roles and optimizers by ``PostTrainingModule`` itself, and one micro batch of training (the student's forward with
+gradient, the other roles' beside it, the backward) whose live tensors are counted operation by operation. Nothing here
+knows a method or a family by name.
+
+Not counted: scratch memory inside kernels, reward models, buffers of the communication library, what the allocator
+keeps for itself and the driver's own memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cards.card import Component, ModelCard
+from cards.memory import ForwardSize
+from cards.needs import MODULE_KINDS, needed_components
+from cards.registry import family
+from cards.source import build_on_meta, resolve_folder
+from fastvideo_train.live_bytes import LiveBytes
+from fastvideo_train.module import PostTrainingModule
+from fastvideo_train.parallel.plan import Plan, blocks
+from inference.instance import ModelInstance
+from inference.resident import Resident
+from methods.forward import velocity
+from methods.method import Method
+from methods.roles import EMA, STUDENT, trainable_component
+
+BASE = "base"
+"""Row of the weights that all LoRA roles share."""
+MOMENTS = 2
+"""AdamW's averages of a parameter."""
+SHARDED = "fsdp2"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the run trains on."""
+
+    frames: int
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of the memory of one rank."""
+
+    name: str
+    """A role, or a frozen component."""
+    weights: int = 0
+    """Bytes, as all others."""
+    gradients: int = 0
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank; ranks are alike."""
+
+    card: str
+    method: str
+    plan: str
+    devices: int
+    clip: Clip
+    micro_batch: int
+    """Rows of a training forward."""
+    max_rows: int
+    """Rows of the engine's largest forward."""
+    activation_checkpointing: bool
+    rows: tuple[Row, ...]
+    activations: int
+    """Most that one micro batch holds at once beside weights and gradients."""
+    gathered: int
+    """Whole weights and gradients of the blocks at work, where they are sharded at rest."""
+    generation: int
+    """Most that a forward of a rollout or an evaluation holds."""
+    encoding: int
+    """Most that the VAE holds while it encodes the data set; 0 without one."""
+    optimizer_step: int
+    """What the optimizer makes anew while it steps, where it steps all parameters at once, as on a GPU."""
+
+    @property
+    def held(self) -> int:
+        """Weights, gradients and optimizer states."""
+        return sum(row.weights + row.gradients + row.optimizer for row in self.rows)
+
+    @property
+    def peak(self) -> int:
+        """What comes and goes takes turns."""
+        gathers = max(self.activations, self.generation) + self.gathered
+        return self.held + max(gathers, self.encoding, self.optimizer_step)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "held": self.held, "peak": self.peak}
+
+
+def plan_memory(
+    card: ModelCard,
+    method: Method,
+    plan: Plan,
+    *,
+    devices: int,
+    clip: Clip,
+    max_rows: int,
+    generates: bool,
+    encode_rows: int = 0,
+) -> MemoryPlan:
+    """The plan of a run from ``card``, the one that it starts from.
+
+    Args:
+        clip: what is trained on.
+        max_rows: rows of the engine's largest forward.
+        generates: whether the run rolls out or evaluates by generating; else one clip is generated at the end.
+        encode_rows: clips that the VAE encodes at once; 0 encodes none.
+    """
+    shards = devices if plan.name == SHARDED else 1
+    micro_batch = _micro_batch(method, devices)
+    module = _module(card, method, plan)
+    rows = [*_role_rows(module, shards), *_frozen_rows(card)]
+    gathered = _gathered(module, shards)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
+        module.roles.to_empty(device="cpu")
+        activations = _activations(module, clip, micro_batch)
+    encoding = _encoding(card, clip, encode_rows) if encode_rows else 0
+    return MemoryPlan(
+        card=module.card.name,
+        method=method.name,
+        plan=plan.name,
+        devices=devices,
+        clip=clip,
+        micro_batch=micro_batch,
+        max_rows=max_rows if generates else 1,
+        activation_checkpointing=plan.activation_checkpointing,
+        rows=tuple(rows),
+        activations=activations,
+        gathered=gathered,
+        generation=_generation(card, clip, max_rows if generates else 1, pixels=generates),
+        encoding=encoding,
+        optimizer_step=max(row.gradients for row in rows),
+    )
+
+
+def _micro_batch(method: Method, devices: int) -> int:
+    """Rows of a training forward; the clips of a step bound them where the batch is of clips."""
+    return min(method.micro_batch, method.batch_size // devices) if method.needs_clips else method.micro_batch
+
+
+# -- the run's parts without memory
+
+
+def _module(card: ModelCard, method: Method, plan: Plan) -> PostTrainingModule:
+    """The module that trains, on the meta device; text is padded in full, which is the most that it can be."""
+    card = card.model_copy(update={"precision": card.precision.model_copy(update={"text_padding": "full"})})
+    others = {role: _instance(other) for role, other in method.role_cards(card).items()}
+    base, trained = _instance(card), method.derive_card(card)
+    with torch.device("meta"):
+        module = PostTrainingModule(trained, base, method, plan, reward=None, seed=0, others=others)
+    if plan.activation_checkpointing:
+        for part in module.roles.sharded_modules():
+            if hasattr(part, "enable_gradient_checkpointing"):
+                cast(Any, part).enable_gradient_checkpointing()
+    return module
+
+
+def _instance(card: ModelCard) -> ModelInstance:
+    """An instance of the trainable component alone."""
+    component = trainable_component(card)
+    module = _built(card, card.components[component]).eval()
+    return ModelInstance(card, {component: Resident(module)}, None)
+
+
+def _built(card: ModelCard, component: Component) -> nn.Module:
+    """On the meta device, from the card's config, or the folder's where the card leaves it there."""
+    folder = None if component.config else resolve_folder(card.source, card.root)
+    module = build_on_meta(component, folder)
+    if component.library == "transformers":
+        cast(Any, module).tie_weights()
+    return module if component.dtype == "float32" else module.to(getattr(torch, component.dtype))
+
+
+# -- what is held
+
+
+def _role_rows(module: PostTrainingModule, shards: int) -> Iterator[Row]:
+    """Each role's own weights; of those with an optimizer also gradients and moments."""
+    roles = module.roles
+    own = {role: [*roles.parameters_of(role).values(), *roles.trained(role)] for role in roles.names}
+    for role in roles.names:
+        own[role] += roles.module(role).buffers() if roles.adapter(role) is None else ()
+    claimed = {id(tensor) for tensors in own.values() for tensor in tensors}
+    shared = [t for part in roles.values() for t in (*part.parameters(), *part.buffers()) if id(t) not in claimed]
+    if shared:
+        yield Row(BASE, weights=_bytes(shared, shards))
+    for role in roles.names:
+        trained = _bytes(roles.trained(role), shards) if role in module.optimizer_specs else 0
+        yield Row(role, _bytes(own[role], shards), gradients=trained, optimizer=MOMENTS * trained)
+
+
+def _frozen_rows(card: ModelCard) -> Iterator[Row]:
+    """The components that no role replaces: whole on every rank."""
+    for cid, component in needed_components(card).items():
+        if component.kind in MODULE_KINDS and not component.trainable:
+            module = _built(card, component)
+            yield Row(cid, weights=_bytes((*module.parameters(), *module.buffers()), 1))
+
+
+def _bytes(tensors: Iterable[Tensor], shards: int) -> int:
+    """Of distinct tensors, each parameter cut along its first dim: the first rank's share, which is the largest."""
+    return sum(_share(t, shards) * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+def _share(tensor: Tensor, shards: int) -> int:
+    """Elements of a tensor on the first rank; buffers are whole on all."""
+    if shards == 1 or not isinstance(tensor, nn.Parameter) or not tensor.shape:
+        return tensor.numel()
+    return math.ceil(tensor.shape[0] / shards) * math.prod(tensor.shape[1:])
+
+
+def _gathered(module: PostTrainingModule, shards: int) -> int:
+    """Under sharding: whole what is outside the blocks, two blocks (one at work, the next on its way) and the whole
+    gradients of one, twice (as they are made and as they are sent)."""
+    if shards == 1:
+        return 0
+    most = 0
+    for part in module.roles.sharded_modules():
+        inside = [list(block.parameters()) for block in blocks(part)]
+        largest = max((_bytes(parameters, 1) for parameters in inside), default=0)
+        trained = max((_bytes((p for p in ps if p.requires_grad), 1) for ps in inside), default=0)
+        outside = _bytes(part.parameters(), 1) - sum(_bytes(parameters, 1) for parameters in inside)
+        most = max(most, outside + 2 * largest + 2 * trained)
+    return most
+
+
+# -- what comes and goes
+
+
+def _activations(module: PostTrainingModule, clip: Clip, rows: int) -> int:
+    """Peak bytes of one micro batch, gradients there already, as from the second micro batch on."""
+    roles = module.roles
+    for parameter in (p for role in module.optimizer_specs for p in roles.trained(role)):
+        parameter.grad = torch.empty_like(parameter)
+    others = [role for role in roles.names if role not in (STUDENT, EMA)]
+    tensors = _batch(module.card, module.roles.instance(STUDENT), clip, rows)
+    with LiveBytes() as live:
+        predicted = velocity(roles.instance(STUDENT), **tensors, gradient=True)
+        for role in others:
+            velocity(roles.instance(role), **tensors, gradient=False)
+        (predicted - tensors["latents_BCTHW"]).square().mean().backward()
+    return live.peak
+
+
+def _batch(card: ModelCard, instance: ModelInstance, clip: Clip, rows: int) -> dict[str, Tensor]:
+    """What a training forward takes: latents, sigmas and texts of the rows."""
+    shape = card.geometry.latent_shape(clip.frames, clip.height, clip.width)
+    width = _config(instance)["text_dim"]
+    return {
+        "latents_BCTHW": torch.empty(rows, *shape),
+        "sigma_B": torch.empty(rows),
+        "text_BLD": torch.empty(rows, card.sampling.max_sequence_length, width),
+    }
+
+
+def _config(instance: ModelInstance) -> Mapping[str, Any]:
+    return cast(Any, instance.module(trainable_component(instance.card))).config
+
+
+def _encoding(card: ModelCard, clip: Clip, rows: int) -> int:
+    """Peak bytes of the VAE's encode of that many clips, the clips with it."""
+    component = next(c for c in card.components.values() if c.kind == "vae")
+    vae = _built(card, component).eval()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        vae = vae.to_empty(device="cpu")
+        with LiveBytes() as live:
+            video_BCFHW = torch.empty(rows, 3, clip.frames, clip.height, clip.width)
+            family(card.family).operations()[("vae", "encode")](vae, {"video": video_BCFHW}, {})
+    return live.peak
+
+
+def _generation(card: ModelCard, clip: Clip, rows: int, *, pixels: bool) -> int:
+    """Worst case over the forwards of a request, by the family's own formulas; 0 where it has none."""
+    _, frames, height, width = card.geometry.latent_shape(clip.frames, clip.height, clip.width)
+    tokens = card.geometry.tokens(clip.frames, clip.height, clip.width)
+    size = ForwardSize(rows, frames, height, width, tokens, card.sampling.max_sequence_length)
+    most = 0
+    for component in needed_components(card).values():
+        if component.kind == "vae" and not pixels:
+            continue
+        for (kind, _), formula in family(card.family).peak_bytes().items():
+            if kind == component.kind:
+                most = max(most, formula(_settings(card, component), size))
+    return most
+
+
+def _settings(card: ModelCard, component: Component) -> Mapping[str, Any]:
+    config: Any = getattr(_built(card, component), "config", {})
+    return config.to_dict() if hasattr(config, "to_dict") else dict(config)
