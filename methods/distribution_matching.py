@@ -36,3 +36,15 @@ def dmd_loss(x: Tensor, gradient: Tensor) -> Tensor:
     """(B,) losses ``0.5 MSE(x, stopgrad(x - gradient))``: of one sample, dL/dx is ``gradient`` / its elements."""
     target = (x - gradient).detach()
     return 0.5 * (x - target).square().flatten(1).mean(1)
+
+
+def sid_loss(x: Tensor, x0_fake: Tensor, x0_real: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """(B,) losses of score identity distillation (arXiv 2404.04057, Eq. 23; arXiv 2506.08009, Sec. 3.3).
+
+    Mean over a sample's elements of ``(f_real - f_fake) [(f_real - x) - alpha (f_real - f_fake)] / mean |x - f_real|``;
+    the normaliser is one a sample and carries no gradient, everything else does.
+    """
+    size_B = (x - x0_real).detach().abs().flatten(1).mean(1)
+    apart = x0_real - x0_fake
+    terms = torch.nan_to_num(apart * ((x0_real - x) - alpha * apart) / expand_to(size_B, x))
+    return terms.flatten(1).mean(1)

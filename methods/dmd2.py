@@ -21,7 +21,6 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.prediction import add_noise, expand_to, shift_sigma, timestep_to_sigma, velocity_to_x0
-from cards.registry import family
 from loops.guidance import combine
 from methods.collapse import CollapseWatch, contrast, motion
 from methods.distribution_matching import dmd_gradient, dmd_loss, score_sigma
@@ -29,10 +28,10 @@ from methods.finetune import flow_loss
 from methods.forward import encode_prompts, velocity
 from methods.gan import Discriminator, features_of
 from methods.ladder import exit_rung, ladder_card, ladder_of, simulate
-from methods.latent_space import check_latent_space
 from methods.method import Baseline, Context, Method, OptimizerSpec, Update
 from methods.random import address_seed, generator_at, noise_like
 from methods.roles import CRITIC, STUDENT, TEACHER, Roles
+from methods.teacher import PLACE, known_keys, teacher_card
 
 HEAD = "gan_head"
 """The discriminator among the roles' modules."""
@@ -109,7 +108,7 @@ class DMD2(Method):
         self.critic_lr = critic_lr
         self.critic_clip = critic_clip
         self.teacher_guidance = teacher_guidance
-        self.teacher = None if teacher is None else known_keys("teacher", teacher, ("name", "size"), optional=PLACE)
+        self.teacher = None if teacher is None else known_keys("teacher", teacher, ("name", "size"), PLACE)
         self.score_shift = score_shift
         self.gan = None if gan is None else GAN(**known_keys("gan", gan, ("weight_g", "weight_d")))
         self.needs_clips = self.gan is not None
@@ -138,14 +137,7 @@ class DMD2(Method):
         return Baseline(TEACHER, self.teacher_guidance)
 
     def role_cards(self, card: ModelCard) -> dict[str, ModelCard]:
-        if self.teacher is None:
-            return {}
-        options = {"source": None, "revision": None, **self.teacher}
-        teacher = family(options["name"]).card(str(options["size"]), options["source"], options["revision"])
-        teacher = teacher.model_copy(update={"precision": card.precision})
-        teacher.validate()
-        check_latent_space(card, teacher)
-        return {TEACHER: teacher}
+        return {} if self.teacher is None else {TEACHER: teacher_card(self.teacher, card)}
 
     def attach_heads(self, roles: Roles) -> None:
         if self.gan is not None:
@@ -170,12 +162,14 @@ class DMD2(Method):
                 self.gan is None or (self.gan.weight_g >= 0 and self.gan.weight_d >= 0),
                 f"gan: got {self.gan}, expected weights >= 0",
             ),
-            (
-                ladder_of(card) is None,
-                f"card {card.name!r} runs the ladder {ladder_of(card)} already; distil the card that it came from",
-            ),
         )
-        return found + [message for fine, message in checks if not fine]
+        return found + [message for fine, message in checks if not fine] + self.card_problems(card)
+
+    def card_problems(self, card: ModelCard) -> list[str]:
+        """What makes the card that the run starts from unfit to be the student."""
+        if ladder_of(card) is None:
+            return []
+        return [f"card {card.name!r} runs the ladder {ladder_of(card)} already; distil the card that it came from"]
 
     # -- an iteration
 
@@ -265,14 +259,16 @@ class DMD2(Method):
         )
         return total, figures
 
-    def _teacher_velocity(self, x_s: Tensor, sigma_B: Tensor, rows: Rows, part: slice, ctx: Context) -> Tensor:
+    def _teacher_velocity(
+        self, x_s: Tensor, sigma_B: Tensor, rows: Rows, part: slice, ctx: Context, *, gradient: bool = False
+    ) -> Tensor:
         """Guided velocity (B, C, T, H, W) of the teacher."""
         teacher = ctx.roles.instance(TEACHER)
-        conditional = velocity(teacher, x_s, sigma_B, rows.teacher_text_NLD[part], gradient=False)
+        conditional = velocity(teacher, x_s, sigma_B, rows.teacher_text_NLD[part], gradient=gradient)
         if rows.negative_1LD is None:
             return conditional
         negative = rows.negative_1LD.expand(len(x_s), -1, -1)
-        unconditional = velocity(teacher, x_s, sigma_B, negative, gradient=False)
+        unconditional = velocity(teacher, x_s, sigma_B, negative, gradient=gradient)
         return combine(conditional, unconditional, self.teacher_guidance)
 
     def _adversarial(self, x0: Tensor, rows: Rows, part: slice, step: int, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -336,18 +332,3 @@ class DMD2(Method):
             "train/gan_real": (real_B.detach() > 0).float().sum().item(),
             "train/gan_fake": (fake_B.detach() > 0).float().sum().item(),
         }
-
-
-PLACE = ("source", "revision")
-
-
-def known_keys(
-    what: str, options: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()
-) -> dict[str, Any]:
-    """``options`` as a dict; raises ``UserError`` that names keys which are missing or unknown."""
-    missing = [key for key in required if key not in options]
-    unknown = sorted(set(options) - {*required, *optional})
-    if missing or unknown:
-        wrong = [f"no {key}" for key in missing] + [f"unknown key {key}" for key in unknown]
-        raise UserError(f"method {what}: {', '.join(wrong)}; expected {', '.join((*required, *optional))}")
-    return dict(options)
