@@ -8,6 +8,7 @@ owns it; ``figures`` and ``save`` belong on that thread too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -58,12 +59,16 @@ class Workload:
 def signature_of(call: ModelCall) -> str:
     """Operation, inputs and static inputs as text: calls of one signature differ in rows and values alone. A state
     that a call carries, such as the KV of its request, is not part of it."""
-    inputs = [
-        f"{name}:{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
-        for name, tensor in sorted(call.tensors.items())
-    ]
-    static = [f"{name}={value}" for name, value in sorted(call.static.items()) if name != "state"]
-    return "; ".join([call.method, *inputs, *static])
+    inputs = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in call.tensors.items())
+    static = tuple((name, str(value)) for name, value in call.static.items() if name != "state")
+    return _signature(call.method, inputs, static)
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(method: str, inputs: tuple[tuple[str, Any, Any], ...], static: tuple[tuple[str, str], ...]) -> str:
+    """The text, made once for the many calls that it is of."""
+    shapes = [f"{name}:{str(dtype).removeprefix('torch.')}{list(shape)}" for name, dtype, shape in sorted(inputs)]
+    return "; ".join([method, *shapes, *(f"{name}={value}" for name, value in sorted(static))])
 
 
 def workload_of(call: ModelCall, tokens: int) -> Workload:
@@ -71,6 +76,7 @@ def workload_of(call: ModelCall, tokens: int) -> Workload:
     return Workload(call.component, signature_of(call), call.rows, tokens)
 
 
+@functools.lru_cache
 def device_name(device: str) -> str:
     """What figures are bound to: the GPU's product name, or the CPU's model and how many cores may be used."""
     if device.startswith("cuda"):

@@ -161,7 +161,7 @@ class WeightSyncController:
     ) -> None:
         """Between two rounds: the new weights take their place, and the requests under way go where the mode says."""
         freeze = mode == "freeze" and bool(under_way)
-        with state_of(module).in_use():
+        with state_of(module):
             frozen = duplicate(module) if freeze else None
             _exchange(staged)
         if frozen is not None:
