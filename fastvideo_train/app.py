@@ -65,8 +65,7 @@ def config_message(error: HydraException) -> str:
 def run_job(cfg: DictConfig) -> int:
     """One job of a run or sweep; gives its exit code."""
     try:
-        apply_short_keys(cfg)
-        _run(cfg)
+        _start(cfg)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -93,7 +92,7 @@ def run_directory(cfg: DictConfig) -> Path:
     name = cfg.run
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if name is None:
-        method = str(cfg.method._target_).rsplit(".", 2)[-2]
+        method = str(cfg.method._target_).rsplit(".", 2)[-2] if cfg.stages is None else "flywheel"
         name = f"{method}-{cfg.card.name}-{cfg.card.size}-s{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if sweep:
         name = f"{name}-{HydraConfig.get().job.num}"
@@ -102,16 +101,30 @@ def run_directory(cfg: DictConfig) -> Path:
     return Path(cfg.outputs) / str(name)
 
 
-def _run(cfg: DictConfig) -> None:
+def _start(cfg: DictConfig) -> None:
+    """A plan on paper, a run, or several in stages."""
+    apply_short_keys(cfg)
     if cfg[DRY_RUN]:
         from fastvideo_train.dry_run import dry_run, print_plan
 
         print_plan(dry_run(cfg))
-        return
-    run_dir = run_directory(cfg)
+    elif cfg.stages is None:
+        _run(cfg, run_directory(cfg))
+    else:
+        from fastvideo_train.flywheel import run_stages
+
+        run_stages(cfg, run_directory(cfg), check=_check, run=_run)
+
+
+def _check(cfg: DictConfig, run_dir: Path) -> None:
     from fastvideo_train.checks import check_run
 
+    apply_short_keys(cfg)
     check_run(cfg, run_dir)
+
+
+def _run(cfg: DictConfig, run_dir: Path) -> None:
+    _check(cfg, run_dir)
     from fastvideo_train import launch, rundir
 
     rundir.prepare(run_dir, overwrite=cfg.overwrite)

@@ -131,9 +131,16 @@ DMD2 = (
     "eval.steps=2",
 )
 DMD2_GAN = (*DMD2, "method.gan={weight_g: 3e-3, weight_d: 1e-2}", "data.clips=24")
+SELF_FORCING = (*DMD2[1:], "method=self_forcing", "card=wan_causal")
 
 
 @pytest.fixture(scope="session")
 def method_overrides() -> dict[str, tuple[str, ...]]:
     """Small runs of the methods."""
-    return {"diffusion_nft": NFT, "finetune": FINETUNE, "dmd2": DMD2, "dmd2-gan": DMD2_GAN}
+    return {
+        "diffusion_nft": NFT,
+        "finetune": FINETUNE,
+        "dmd2": DMD2,
+        "dmd2-gan": DMD2_GAN,
+        "self_forcing": SELF_FORCING,
+    }

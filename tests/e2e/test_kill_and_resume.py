@@ -13,7 +13,7 @@ STEPS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["finetune", "diffusion_nft", "dmd2", "dmd2-gan"])
+@pytest.mark.parametrize("method", ["finetune", "diffusion_nft", "dmd2", "dmd2-gan", "self_forcing"])
 def test_resume_equals_the_uninterrupted_run(
     method: str,
     runs: Any,
@@ -22,6 +22,8 @@ def test_resume_equals_the_uninterrupted_run(
     differences: Callable[[Any, Any], list[str]],
 ) -> None:
     common = (*method_overrides[method], f"card.source={wan_folder}", f"steps={STEPS}", "save_every=2", "seed=3")
+    if method == "self_forcing":
+        common = (*common, f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}")
     runs.run(f"run={method}-whole", *common)
     at = random.randrange(1, STEPS - 1)
     print(f"killed once {at} rows of metrics were written")
@@ -33,7 +35,7 @@ def test_resume_equals_the_uninterrupted_run(
     assert all(optimizer["state"] for optimizer in whole["optimizers"].values()), "the comparison would be empty"
     assert {"student", "ema"} <= set(whole["roles"])
     assert method != "diffusion_nft" or "old" in whole["roles"]
-    assert not method.startswith("dmd2") or ("critic" in whole["roles"] and "teacher" not in whole["roles"])
+    assert method in ("finetune", "diffusion_nft") or ("critic" in whole["roles"] and "teacher" not in whole["roles"])
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
     assert [row["step"] for row in runs.metrics(f"{method}-killed")] == [str(i + 1) for i in range(STEPS)]
