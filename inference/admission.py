@@ -1,9 +1,10 @@
 """Admission: what is in flight never exceeds the budget, and whoever waits is let in within a stated bound.
 
-A request is admitted as a whole (device seconds, resident bytes, cache bytes, slots, for its worst case), so it never
-waits for more while it holds something. Each of its steps then takes a ticket for its peak bytes and returns it right
-after. Knows amounts; knows nothing of requests, tensors or policies: the order of the line is a ``rank`` that the
-caller passes. The engine's thread owns a ledger; :meth:`Ledger.check` alone may be called from any thread.
+A request is admitted as a whole (device seconds, resident bytes, cache bytes, slots, the weights that it computes with,
+for its worst case), so it never waits for more while it holds something. Each of its steps then takes a ticket for its
+peak bytes and returns it right after. Knows amounts; knows nothing of requests, tensors or policies: the order of the
+line is a ``rank`` that the caller passes. The engine's thread owns a ledger; :meth:`Ledger.check` alone may be called
+from any thread.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cards.errors import UserError
+
+Weights = tuple[tuple[Hashable, int], ...]
+"""(whose, bytes) of each component; whoever it is that claims one, its bytes count once."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,23 @@ class Demand:
     """Keys and values, in whole blocks."""
     slots: int = 1
     """Places in flight, or sinks of its stream."""
+    weights: Weights = ()
+    """Of the components that must be in the device's memory together for it."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in (*KINDS, "weights_bytes"):
+            value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} of a demand: got {value}, expected a finite number >= 0")
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(size for _, size in self.weights)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be in flight at once; None is no bound. Weights that stay loaded are not part of it, or are reserved."""
+    """What may be in flight at once; None is no bound."""
 
     seconds: float | None = None
     """Predicted device seconds of all admitted requests."""
@@ -50,6 +61,9 @@ class Budget:
     """Activations of the steps that run at once."""
     cache_bytes: int | None = None
     slots: int | None = None
+    weights_bytes: int | None = None
+    """Weights in the device's memory: of the components that requests in flight need, each counted once. What is idle
+    goes to sleep when its room is needed, see ``inference.residency``."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -57,7 +71,7 @@ class Budget:
                 raise ValueError(f"{name} of a budget: got {value}, expected a finite number >= 0, or None")
 
 
-KINDS = tuple(field.name for field in fields(Demand))
+KINDS = tuple(field.name for field in fields(Demand) if field.name != "weights")
 PEAK = KINDS.index("peak_bytes")
 Amounts = tuple[int, ...]
 """One whole number a kind, in the order of KINDS; seconds as nanoseconds, so that sums come back to exactly 0."""
@@ -84,9 +98,10 @@ class AdmissionInfeasible(UserError):
 class Ticket:
     """Amounts that are in use until they are refunded."""
 
-    def __init__(self, ledger: Ledger, held: Amounts, *, standing: bool = False):
+    def __init__(self, ledger: Ledger, held: Amounts, weights: Weights = (), *, standing: bool = False):
         self._ledger = ledger
         self._held = held
+        self._weights = weights
         self._standing = standing
         self._open = True
 
@@ -96,7 +111,7 @@ class Ticket:
 
     @property
     def held(self) -> Demand:
-        return _demand(self._held)
+        return _demand(self._held, self._weights)
 
     def release(self, *, seconds: float = 0.0, resident_bytes: int = 0, cache_bytes: int = 0) -> None:
         """Returns a part before the end, such as the seconds of a step that was taken; at most what is still held."""
@@ -108,6 +123,8 @@ class Ticket:
         if self._open:
             self._open = False
             self._ledger._tickets -= 1
+            self._ledger._unclaim(self._weights)
+            self._weights = ()
             self._return(self._held)
 
     def _return(self, part: Amounts) -> None:
@@ -171,6 +188,10 @@ class Ledger:
         self._used = NONE
         self._standing = NONE
         """The part of ``_used`` that is reserved."""
+        self._claims: dict[Hashable, tuple[int, int]] = {}
+        """Component -> (bytes, tickets that claim it)."""
+        self._claimed = 0
+        """Bytes of ``_claims``."""
         self._tickets = 0
         self._numbers = 0
         """Arrivals so far."""
@@ -185,7 +206,11 @@ class Ledger:
 
     @property
     def used(self) -> Demand:
-        return _demand(self._used)
+        return _demand(self._used, tuple((key, size) for key, (size, _) in self._claims.items()))
+
+    def claimed(self, key: Hashable) -> bool:
+        """Whether a ticket that is not refunded claims this component's weights."""
+        return key in self._claims
 
     @property
     def tickets(self) -> int:
@@ -201,7 +226,7 @@ class Ledger:
 
     def check(self, demand: Demand) -> None:
         """Raises :class:`AdmissionInfeasible` for what does not fit an empty ledger. Any thread may call it."""
-        failure = self._infeasible(_amounts(demand))
+        failure = self._infeasible(demand)
         if failure is not None:
             raise failure
 
@@ -215,8 +240,8 @@ class Ledger:
         may_pass = not self._line or (not self._changed and self._bypasses() < self.max_bypass)
         number = self._numbers
         self._numbers += 1
-        if may_pass and self._fits(need):
-            return self._grant(need)
+        if may_pass and self._fits(need, demand.weights):
+            return self._grant(need, demand.weights)
         place = Waiting(self, demand, rank, number)
         bisect.insort(self._line, (place._place, place))
         self._by_age.append(place)
@@ -233,23 +258,23 @@ class Ledger:
         while index < len(self._line) and looked < self.lookahead:
             if self._bypasses() >= self.max_bypass:
                 place = self._oldest()
-                if not self._fits(place._need):
+                if not self._fits(place._need, place.demand.weights):
                     break
                 at = self._index(place)
             else:
                 place, at = self._line[index][1], index
                 looked += 1
-                if not self._fits(place._need):
+                if not self._fits(place._need, place.demand.weights):
                     index += 1
                     continue
             self._leave(at)  # never before index: what did not fit when it was looked at does not fit now
-            place.ticket = self._grant(place._need)
+            place.ticket = self._grant(place._need, place.demand.weights)
             out.append(place)
         return out
 
     def reserve(self, *, resident_bytes: int = 0, cache_bytes: int = 0) -> Ticket | None:
-        """Takes amounts for as long as the ticket is open, such as weights: feasibility no longer counts on them, and
-        those of the line who can no longer fit fail (:meth:`ready` tells them). None when they are in use now.
+        """Takes amounts for as long as the ticket is open: feasibility no longer counts on them, and those of the line
+        who can no longer fit fail (:meth:`ready` tells them). None when they are in use now.
 
         Raises :class:`AdmissionInfeasible` for more than the budget less what is reserved already.
         """
@@ -260,7 +285,7 @@ class Ledger:
             return None
         self._standing = _plus(self._standing, need)
         for _, place in list(self._line):
-            place.failure = self._infeasible(_amounts(place.demand))
+            place.failure = self._infeasible(place.demand)
             if place.failure is not None:
                 self._leave(self._index(place))
                 self._failed.append(place)
@@ -282,25 +307,48 @@ class Ledger:
 
     # -- inside
 
-    def _infeasible(self, need: Amounts) -> AdmissionInfeasible | None:
-        standing = self._standing
+    def _infeasible(self, demand: Demand) -> AdmissionInfeasible | None:
+        need, standing = _amounts(demand), self._standing
         short = [
             (kind, _unit(kind, n), _unit(kind, limit - s))
             for kind, n, limit, s in zip(KINDS, need, self._budget, standing, strict=True)
             if limit is not None and n > limit - s
         ]
+        room = self.budget.weights_bytes
+        if room is not None and demand.weights_bytes > room:
+            short.append(("weights_bytes", demand.weights_bytes, room))
         return AdmissionInfeasible(short) if short else None
 
-    def _fits(self, need: Amounts) -> bool:
+    def _fits(self, need: Amounts, weights: Weights = ()) -> bool:
+        """Whether it fits beside what is in use. What does not fit now does not fit either once others were granted
+        theirs, though they claim the same weights: the weights of all together never become less."""
         for used, n, limit in zip(self._used, need, self._budget, strict=True):
             if limit is not None and used + n > limit:
                 return False
-        return True
+        room = self.budget.weights_bytes
+        return room is None or not weights or self._claimed + self._unclaimed(weights) <= room
 
-    def _grant(self, need: Amounts, *, standing: bool = False) -> Ticket:
+    def _unclaimed(self, weights: Weights) -> int:
+        """Bytes of those that nobody claims yet."""
+        return sum(size for key, size in weights if key not in self._claims)
+
+    def _grant(self, need: Amounts, weights: Weights = (), *, standing: bool = False) -> Ticket:
         self._used = _plus(self._used, need)
         self._tickets += 1
-        return Ticket(self, need, standing=standing)
+        self._claimed += self._unclaimed(weights)
+        for key, size in weights:
+            known, tickets = self._claims.get(key, (size, 0))
+            self._claims[key] = (known, tickets + 1)
+        return Ticket(self, need, weights, standing=standing)
+
+    def _unclaim(self, weights: Weights) -> None:
+        for key, _ in weights:
+            size, tickets = self._claims.pop(key)
+            if tickets > 1:
+                self._claims[key] = (size, tickets - 1)
+            else:
+                self._claimed -= size
+                self._changed = True
 
     def _take_back(self, part: Amounts, standing: bool) -> None:
         self._used = _minus(self._used, part)
@@ -355,9 +403,9 @@ def _request_amounts(demand: Demand) -> Amounts:
     return (*amounts[:PEAK], 0, *amounts[PEAK + 1 :])
 
 
-def _demand(amounts: Amounts) -> Demand:
+def _demand(amounts: Amounts, weights: Weights = ()) -> Demand:
     values: dict[str, Any] = {kind: _unit(kind, amount) for kind, amount in zip(KINDS, amounts, strict=True)}
-    return Demand(**values)
+    return Demand(**values, weights=weights)
 
 
 def _plus(a: Amounts, b: Amounts) -> Amounts:

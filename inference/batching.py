@@ -48,8 +48,8 @@ def _attempt(job: Job, calls: Sequence[ModelCall], listener: Listener | None) ->
     """One forward for all of ``calls``; raises what is fatal for all requests alike."""
     try:
         call = calls[0] if len(calls) == 1 else ModelCall.merged(calls)
-        span = Span(job.instance.device)
-        output = job.instance.call(call, job.profile)
+        span = Span(job.instance.device_of(call.component))
+        output = job.instance.compute(call, job.profile)
         span.stop()
         if listener is not None:
             listener(job, call, span)

@@ -26,8 +26,9 @@ def compile_component(instance: ModelInstance, component: str, *, cuda_graphs: b
     """
     resident = instance.resident(component)
     wanted = "graphs" if cuda_graphs else "regional"
-    if cuda_graphs and instance.device.type != "cuda":
-        raise UserError(f"cuda_graphs: got device {str(instance.device)!r}, expected cuda; leave cuda_graphs out")
+    device = instance.device_of(component)
+    if cuda_graphs and device.type != "cuda":
+        raise UserError(f"cuda_graphs: got device {str(device)!r}, expected cuda; leave cuda_graphs out")
     if resident.compiled == wanted:
         return
     if resident.compiled:

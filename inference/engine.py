@@ -19,12 +19,14 @@ from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
-from inference.admission import AdmissionInfeasible, Budget, Ledger
+from cards.needs import needed_components
+from inference.admission import KINDS, AdmissionInfeasible, Budget, Ledger
 from inference.artifact import Artifact
 from inference.batching import Job
 from inference.books import Books
 from inference.cache.feature import FeatureCache
 from inference.cache.manager import CacheManager
+from inference.carrier import Carrier
 from inference.estimate import demand_of, step_seconds
 from inference.extend.chain import Chain
 from inference.extend.interceptor import Interceptor
@@ -36,15 +38,18 @@ from inference.intake import Intake
 from inference.load import card_of
 from inference.peak import step_peak_bytes
 from inference.request import Request
+from inference.residency import Residency
 from inference.resolve import resolve
 from inference.rounds import Rounds, encode_prompts
 from inference.running import Running, StepListener
 from inference.scheduler import Scheduler
+from inference.scheduling.placement import pools_of
 from inference.scheduling.policy import Entry
+from inference.scheduling.transfer import Bandwidths
 from inference.stream import CancelScope
 from inference.text_kv import TextKV
 from inference.timing import Span
-from loops.loop import ModelCall
+from loops.loop import ModelCall, WorkPlan
 
 __all__ = ["Cancelled", "Engine", "EngineFault", "Handle"]
 
@@ -62,7 +67,8 @@ class Engine:
         batching: ``off`` | ``shape``.
         policy: ``fair`` shares device seconds by priority; ``fifo`` finishes the oldest first; ``deadline`` serves the
             earliest deadline that can still be met.
-        budget: what may be in flight at once; what does not fit waits. No bounds by default.
+        budget: what may be in flight at once; what does not fit waits. No bounds by default. With ``weights_bytes``
+            idle components go to sleep when others need their room.
         max_rows: rows of the largest merged forward.
         cache_bytes: bound of the feature cache.
         kv_bytes: size of the pool of keys and values of each language model; 0 gives every text a cache of its own
@@ -107,7 +113,20 @@ class Engine:
         """Held while a round runs: who holds it sees no step under way."""
         self._chain = Chain(interceptors, exact=exact)
         self._intake = Intake(self.ledger, self.scheduler)
-        self._rounds = Rounds(self.caches.features, observers, self._chain, max_rows, self._finish, self._measured)
+        self._pools = pools_of(str(self.device), budget.weights_bytes)
+        self._bandwidths = Bandwidths()
+        self._residency = Residency(self.ledger, self._pools, self._bandwidths)
+        self._carrier = Carrier(self._bandwidths, self._pools[0].name)
+        self._rounds = Rounds(
+            self.caches.features,
+            observers,
+            self._chain,
+            max_rows,
+            self._finish,
+            self._measured,
+            self._prepare,
+            self._carrier,
+        )
         self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
         self._apart: dict[Handle, None] = {}
         """Requests that a run moves, past the line."""
@@ -120,10 +139,18 @@ class Engine:
     def load(self, card: ModelCard | str | Path, *, tasks: Collection[str] = ()) -> ModelInstance:
         """Checks a card, or a folder that is an export or a plain diffusers folder; the first is the default model.
 
-        What the ``tasks`` require is built now, every other component when a request first needs it.
+        What the ``tasks`` require is built now, every other component when a request first needs it. Raises
+        ``AdmissionInfeasible`` when it does not fit the budget of weights.
         """
         found = card if isinstance(card, ModelCard) else card_of(card)
-        instance = ModelInstance.load(found, self.device, tasks=tasks)
+        if self._residency.limit is None:
+            instance = ModelInstance.load(found, self.device, tasks=tasks, pools=self._pools)
+        else:
+            instance = ModelInstance.load(found, self.device, pools=self._pools)
+            now = [cid for cid in needed_components(found, tasks) if cid in instance.residents]
+            self._residency.check(instance, now)
+            with self.round_lock:
+                self._residency.bring(instance, now)
         if self._default is None:
             self._default = instance
         return instance
@@ -261,15 +288,17 @@ class Engine:
         for entry in chosen:
             self.scheduler.served(entry)
             handle = ready[entry.id]
-            handle._spent += entry.step_seconds
+            handle._spent += handle._step_seconds
             if handle._ticket is not None:
-                handle._ticket.release(seconds=entry.step_seconds)
+                handle._ticket.release(seconds=handle._step_seconds)
 
     def _entry(self, handle: Handle) -> Entry:
         running = handle._running
         plan, instance, request = running.plan(), running.instance, running.resolved.request
         assert plan is not None
         seconds = max(step_seconds(plan, instance.card, self.books.of(instance.card)), 1e-9)
+        handle._step_seconds = seconds
+        seconds += self._ahead(plan, instance)
         group = None
         if self.batching == "shape" and plan.calls:
             resident = instance.residents.get(plan.calls[0].component)
@@ -292,6 +321,17 @@ class Engine:
     def _measured(self, job: Job, call: ModelCall, span: Span) -> None:
         self.books.observe(job.instance.card, call, span.seconds)
 
+    def _ahead(self, plan: WorkPlan, instance: ModelInstance) -> float:
+        """Predicted seconds of the transfers that a step needs: its request pays for them as for its forwards."""
+        seconds = self._residency.ahead(instance, [call.component for call in plan.calls]).seconds
+        if instance.elsewhere:
+            seconds += self._carrier.ahead(instance, plan.calls).seconds
+        return seconds
+
+    def _prepare(self, handle: Handle, plan: WorkPlan) -> None:
+        components = [call.component for call in plan.calls]
+        self._residency.bring(handle._running.instance, components, strict=handle._ticket is not None)
+
     # -- requests begin and end
 
     def _open(
@@ -313,6 +353,7 @@ class Engine:
             target,
             self.books.of(target.card),
             cache_bytes=self._texts.bytes_of(resolved, running.nodes, target),
+            weights=self._residency.claims(target, running.components),
         )
         settled = self._chain.settle(request.extensions)
         return Handle(running, demand, scope, self._intake.change, settled)
@@ -368,9 +409,11 @@ class Engine:
                 "waiting": waiting,
                 "suspended": len(self._intake.resting),
                 "tickets": self.ledger.tickets,
-                "in_use": vars(self.ledger.used),
+                "in_use": {kind: getattr(self.ledger.used, kind) for kind in (*KINDS, "weights_bytes")},
+                "awake_bytes": self._residency.awake_bytes,
                 "caches": vars(self.caches.stats()),
                 "costs": self.books.figures(),
+                "transfers": self._bandwidths.figures(),
             }
 
     def close(self) -> None:

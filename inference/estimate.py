@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from cards.card import ModelCard
 from cards.program import Node
 from cards.registry import family
-from inference.admission import Demand
+from inference.admission import Demand, Weights
 from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
 from inference.peak import config_of, request_peak_bytes, text_tokens
@@ -62,6 +62,7 @@ def demand_of(
     book: CostBook,
     *,
     cache_bytes: int = 0,
+    weights: Weights = (),
 ) -> Demand:
     """The worst case of a whole request whose program runs ``nodes``."""
     return Demand(
@@ -69,6 +70,7 @@ def demand_of(
         resident_bytes=_resident_bytes(resolved, nodes, instance, pooled=cache_bytes > 0),
         peak_bytes=request_peak_bytes(resolved, nodes, instance),
         cache_bytes=cache_bytes,
+        weights=weights,
     )
 
 

@@ -58,6 +58,8 @@ class Handle:
         self._state: State = "waiting"
         self._ticket: Ticket | None = None
         self._place: Waiting | None = None
+        self._step_seconds = 0.0
+        """Predicted, of the next step's forwards."""
         self._spent = 0.0
         """Predicted seconds of the steps taken."""
         if changed is not None:

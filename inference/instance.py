@@ -10,7 +10,7 @@ A component is built at its first use (``inference.resident``) and may be put to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from cards.needs import MODULE_KINDS, Needs, needed_components, optional_compone
 from cards.registry import family
 from cards.source import build_on_meta, check_source, load_component, load_unchanged, weights_stamp
 from inference.resident import Once, Resident, adapter_context
+from inference.scheduling.placement import Pool, pools_of, serving
 from inference.sleep import state_of
-from inference.storage import resident_bytes
+from inference.storage import planned_bytes, resident_bytes
 from loops.loop import ModelCall, Profile
 from loops.registry import check_loop
 from loops.solvers import solver_class
@@ -45,21 +46,34 @@ class ModelInstance:
         residents: Mapping[str, Resident],
         tokenizer: Any,
         device: torch.device | str = "cpu",
+        elsewhere: Mapping[str, Pool] | None = None,
     ):
-        """``tokenizer``: the object, or a :class:`Once` that makes it."""
+        """``tokenizer``: the object, or a :class:`Once` that makes it; ``elsewhere``: pools of the components that are
+        not on ``device``."""
         self.card = card
         self.residents = dict(residents)
         self._tokenizer = tokenizer
         self.device = torch.device(device)
+        self.elsewhere = {} if elsewhere is None else dict(elsewhere)
+        """Component -> its pool, of those that run elsewhere than the request's own tensors are."""
+        self._devices = {cid: torch.device(pool.device) for cid, pool in self.elsewhere.items()}
         entry = family(card.family)
         self._operations = entry.operations()
         self._prepare = entry.prepare()
 
     @classmethod
-    def load(cls, card: ModelCard, device: torch.device | str = "cpu", *, tasks: Collection[str] = ()) -> ModelInstance:
+    def load(
+        cls,
+        card: ModelCard,
+        device: torch.device | str = "cpu",
+        *,
+        tasks: Collection[str] = (),
+        pools: Sequence[Pool] | None = None,
+    ) -> ModelInstance:
         """Checks the card, that this release runs it, and its source, before any weight loads.
 
-        What the ``tasks`` require is built now, every other component when a request first needs it.
+        What the ``tasks`` require is built now, every other component when a request first needs it. Each goes to the
+        first of the ``pools`` that serves its placement: by default ``device`` and, where that is another, the CPU.
         """
         card.validate()
         family(card.family)
@@ -68,7 +82,7 @@ class ModelInstance:
             solver_class(loop.solver)
         needed_components(card, tasks)
         folder = check_source(card)
-        return cls.from_folder(card, folder, device, tasks=tasks)
+        return cls.from_folder(card, folder, device, tasks=tasks, pools=pools)
 
     @classmethod
     def from_folder(
@@ -78,30 +92,38 @@ class ModelInstance:
         device: torch.device | str = "cpu",
         *,
         tasks: Collection[str] | None = None,
+        pools: Sequence[Pool] | None = None,
     ) -> ModelInstance:
         """Loads from a folder that was checked already: what the ``tasks`` (all by default) require now, the rest when
         it is first needed."""
+        pools = pools_of(str(device)) if pools is None else pools
         now = needed_components(card, tasks)
         known = {**needed_components(card), **optional_components(card)}
         residents: dict[str, Resident] = {}
+        elsewhere: dict[str, Pool] = {}
         for cid, component in card.components.items():
             if component.kind not in MODULE_KINDS or cid not in known:
                 continue
+            pool = serving(component.placement, pools)[0]
+            if pool.name != pools[0].name:
+                elsewhere[cid] = pool
+            where = pool.device if cid in elsewhere else device
             if cid in now:
-                residents[cid] = Resident(load_component(component, folder, device))
+                residents[cid] = Resident(load_component(component, folder, where))
             else:
                 stamp = weights_stamp(component, folder)
                 residents[cid] = Resident(
-                    Once(partial(load_unchanged, component, folder, stamp, device)),
+                    Once(partial(load_unchanged, component, folder, stamp, where)),
                     blueprint=Once(partial(build_on_meta, component, folder)),
                 )
         tokenizers = [c for c in known.values() if c.kind in TOKENIZER_KINDS]
-        return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device)
+        return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device, elsewhere)
 
     def view(self, residents: Mapping[str, Resident], card: ModelCard | None = None) -> ModelInstance:
-        """An instance that replaces these components and shares all others."""
+        """An instance that replaces these components, by ones on its device, and shares all others."""
         merged = {**self.residents, **residents}
-        return ModelInstance(self.card if card is None else card, merged, self._tokenizer, self.device)
+        elsewhere = {cid: pool for cid, pool in self.elsewhere.items() if cid not in residents}
+        return ModelInstance(self.card if card is None else card, merged, self._tokenizer, self.device, elsewhere)
 
     @property
     def tokenizer(self) -> Any:
@@ -150,6 +172,14 @@ class ModelInstance:
         resident = self.resident(component)
         return resident_bytes(resident.peek()) if resident.built else 0
 
+    def weights_bytes(self, component: str) -> int:
+        """Bytes of weights and buffers that the component holds when it is in memory, whether or not it is there now;
+        before it is built, at most."""
+        resident = self.resident(component)
+        if resident.built:
+            return state_of(resident.peek()).size
+        return planned_bytes(resident.plan(), getattr(torch, self.card.components[component].dtype))
+
     def config(self, component: str) -> Any:
         """The library's config of a component, without building or waking it; None for a module that has none."""
         return getattr(self.resident(component).plan(), "config", None)
@@ -163,8 +193,14 @@ class ModelInstance:
         """The component with its weights in place."""
         return self.residents[component].module
 
+    def device_of(self, component: str) -> torch.device:
+        """Where the component runs; decided when it was loaded."""
+        return self._devices.get(component, self.device)
+
     def dtype(self, component: str) -> torch.dtype:
         """dtype that the component computes in; a diffusers module may keep some parameters in float32 beside it."""
+        if not self.residents[component].built:
+            return getattr(torch, self.card.components[component].dtype)  # type: ignore[no-any-return]
         module = self.residents[component].peek()
         declared = getattr(module, "dtype", None)
         return declared if isinstance(declared, torch.dtype) else next(module.parameters()).dtype
@@ -189,10 +225,16 @@ class ModelInstance:
         return self._prepare["pixels"](self.tokenizer, frames_NHWC)
 
     def call(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor:
-        """Runs one call; with gradient only under TRAIN."""
+        """Runs one call, with gradient only under TRAIN; the result is on the instance's device."""
+        output = self.compute(call, profile)
+        return output.to(self.device) if call.component in self.elsewhere else output
+
+    def compute(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor:
+        """As :meth:`call`; the result is where the component is."""
         resident = self.residents[call.component]
         operation = self._operations[(self.card.components[call.component].kind, call.method)]
-        tensors = {name: tensor.to(self.device) for name, tensor in call.tensors.items()}
+        device = self.device_of(call.component)
+        tensors = {name: tensor.to(device) for name, tensor in call.tensors.items()}
         with (
             torch.set_grad_enabled(profile is Profile.TRAIN),
             self._compute(call.component),
@@ -208,7 +250,7 @@ class ModelInstance:
         wanted = getattr(torch, self.card.precision.serve)
         if wanted == torch.float32 or self.dtype(component) != torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=wanted)
+        return torch.autocast(self.device_of(component).type, dtype=wanted)
 
 
 def _tokenizer_of(card: ModelCard, tokenizers: list[Component], folder: Path) -> Callable[[], Any]:

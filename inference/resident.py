@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from inference.sleep import state_of
+from inference.sleep import ModuleState, state_of
 
 T = TypeVar("T")
 _UIDS = itertools.count()
@@ -28,6 +28,8 @@ class Once(Generic[T]):
         self._make = make
         self._lock = threading.Lock()
         self._value: list[T] = []
+        self.token = object()
+        """Stands for the value, made or not."""
 
     @property
     def made(self) -> bool:
@@ -57,20 +59,37 @@ class Resident:
     blueprint: Once[nn.Module] | None = None
     """Makes the module without storage, for who asks of its config or size before it is built."""
 
+    _state: ModuleState | None = field(default=None, init=False, repr=False)
+    """Of the module, once it is built."""
+
     def __post_init__(self) -> None:
         if isinstance(self.source, nn.Module):
-            state_of(self.source).residents.add(self)
+            self._state = state_of(self.source)
+            self._state.residents.add(self)
 
     @property
     def built(self) -> bool:
         return isinstance(self.source, nn.Module) or self.source.made
+
+    @property
+    def here(self) -> bool:
+        """Whether the module is built and awake."""
+        return self._state is not None and not self._state.asleep
+
+    @property
+    def key(self) -> object:
+        """Stands for the module in a budget of weights: the same before and after it is built, for all who share it."""
+        return state_of(self.source).key if isinstance(self.source, nn.Module) else self.source.token
 
     def peek(self) -> nn.Module:
         """The module, built if need be but not woken: its settings are there, its weights may sleep."""
         if isinstance(self.source, nn.Module):
             return self.source
         module = self.source.get()
-        state_of(module).residents.add(self)
+        if self._state is None:
+            self._state = state_of(module)
+            self._state.origin = self.source.token
+            self._state.residents.add(self)
         return module
 
     def plan(self) -> nn.Module:

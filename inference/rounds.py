@@ -14,16 +14,19 @@ from torch import Tensor
 from inference.batching import Job, Listener, Outcome, evaluate_merged, evaluate_solo
 from inference.cache.feature import FeatureCache
 from inference.cache.keys import FeatureKey, feature_key
+from inference.carrier import Carrier
 from inference.extend.chain import Chain
 from inference.extend.interceptor import Place
 from inference.extend.observer import Forward, Observer, Step
 from inference.handle import Cancelled, Handle
 from inference.instance import ModelInstance
 from inference.timing import Span
-from loops.loop import ModelCall, StepResult
+from loops.loop import ModelCall, StepResult, WorkPlan
 
 Finish = Callable[[Handle, BaseException | None], None]
 """Told of every request that is over, with what it failed with."""
+Prepare = Callable[[Handle, WorkPlan], None]
+"""Brings what a step needs to where it runs, before the clock of a forward does; a failure is the request's own."""
 
 
 class Rounds:
@@ -33,6 +36,8 @@ class Rounds:
         chain: interceptors of the requests that ask for them.
         finish: called once for a request that completed or failed.
         measured: hears of every forward with its call and its time.
+        prepare: called before every step that is evaluated.
+        carrier: moves inputs and outputs of components that run elsewhere.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Rounds:
         max_rows: int,
         finish: Finish,
         measured: Listener,
+        prepare: Prepare,
+        carrier: Carrier,
     ):
         self.features = features
         self.observers = tuple(observers)
@@ -50,6 +57,8 @@ class Rounds:
         self.max_rows = max_rows
         self._finish = finish
         self._measured = measured
+        self._prepare = prepare
+        self._carrier = carrier
         self._spans: list[tuple[Job, ModelCall, Span]] = []
 
     def plan(self, handle: Handle) -> bool:
@@ -64,7 +73,6 @@ class Rounds:
                 if plan.cache_key is not None:
                     cached = self.features.get(_key(handle, plan.cache_key))
                 if cached is None:
-                    running.instance.build([call.component for call in plan.calls])  # before a clock runs
                     return True
                 self._take(handle, (cached,), cached=True)
         except Exception as failure:
@@ -94,6 +102,7 @@ class Rounds:
                 keys[len(owners)] = key
             first = len(jobs)
             try:
+                self._prepare(handle, plan)
                 calls = [self.chain.before(call, _place(handle, call), handle._settled) for call in plan.calls]
             except Exception as failure:
                 refused[len(owners)] = failure
@@ -126,12 +135,14 @@ class Rounds:
         """An outcome a job; every forward is measured and shown to the observers."""
         self._spans = []
         note = self._note
+        jobs = [self._carrier.there(job) if job.instance.elsewhere else job for job in jobs]
         outcomes = evaluate_merged(jobs, self.max_rows, note) if batching == "shape" else evaluate_solo(jobs, note)
         for job, call, span in self._spans:  # read after the last forward was given to the device
             self._measured(job, call, span)
             self._tell(call, span)
         self._spans = []
-        return outcomes
+        pairs = zip(jobs, outcomes, strict=True)
+        return [self._carrier.back(job, out) if job.instance.elsewhere else out for job, out in pairs]
 
     def _note(self, job: Job, call: ModelCall, span: Span) -> None:
         self._spans.append((job, call, span))

@@ -60,7 +60,8 @@ class Running:
         self.listener = listener
         self.started = time.monotonic()
         task, guided, pixels = resolved.request.task, resolved.guided, resolved.pixels
-        self.nodes = request_needs(instance.card, task, guided=guided, pixels=pixels).nodes
+        needs = request_needs(instance.card, task, guided=guided, pixels=pixels)
+        self.nodes, self.components = needs.nodes, needs.components
         self.cursor = 0
         self.slots: dict[str, Any] = {
             "prompt": resolved.prompt,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from cards.errors import UserError
-from inference.storage import allocate, layout, own_tensors
+from inference.storage import allocate, layout, own_tensors, resident_bytes
 
 if TYPE_CHECKING:
     from inference.resident import Resident
@@ -54,6 +54,11 @@ class _Asleep:
         for place in self._places:
             place.tensor.data = torch.empty(0, dtype=place.tensor.dtype, device=place.tensor.device)
 
+    @property
+    def size(self) -> int:
+        """Bytes that it will hold again."""
+        return sum(size for size, _, _ in self._blocks)
+
     def restore(self) -> None:
         """Brings everything back first, then puts it in place."""
         blocks = []
@@ -75,9 +80,12 @@ class _Asleep:
 class ModuleState:
     """What belongs to a module whoever shares it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.residents: weakref.WeakSet[Resident] = weakref.WeakSet()
         """Who serves this module."""
+        self.origin: object | None = None
+        """Stands for what built the module, where something did."""
+        self._module = weakref.ref(module)
         self._lock = threading.RLock()
         self._calls = 0
         self._asleep: _Asleep | None = None
@@ -85,6 +93,18 @@ class ModuleState:
     @property
     def asleep(self) -> bool:
         return self._asleep is not None
+
+    @property
+    def key(self) -> object:
+        """Stands for the module in a budget of weights."""
+        return self if self.origin is None else self.origin
+
+    @property
+    def size(self) -> int:
+        """Bytes of weights and buffers that the module holds, or will hold when it wakes."""
+        with self._lock:
+            module = self._module()
+            return 0 if module is None else resident_bytes(module) if self._asleep is None else self._asleep.size
 
     def sleep(self, module: nn.Module) -> None:
         """Again is no harm. Raises :class:`InUse` in the middle of a call."""
@@ -94,6 +114,17 @@ class ModuleState:
             if self._calls:
                 raise InUse(f"sleep: {type(module).__name__} is in the middle of a call; try between two steps")
             self._asleep = _Asleep(module)
+
+    def try_sleep(self) -> bool:
+        """False for a module that cannot: it is in the middle of a call, sharded, or gone."""
+        module = self._module()
+        if module is None:
+            return False
+        try:
+            self.sleep(module)
+        except UserError:
+            return False
+        return True
 
     def wake(self) -> None:
         """Again is no harm."""
@@ -124,5 +155,5 @@ def state_of(module: nn.Module) -> ModuleState:
     state = _STATES.get(module)
     if state is None:
         with _STATES_LOCK:
-            state = _STATES.setdefault(module, ModuleState())
+            state = _STATES.setdefault(module, ModuleState(module))
     return state

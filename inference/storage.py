@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,21 @@ def allocate(size: int, residue: int, device: torch.device) -> Block:
 def resident_bytes(module: nn.Module) -> int:
     """Bytes of memory that the module's parameters and buffers hold now."""
     return sum(block.size for block in layout(own_tensors(module))[0])
+
+
+def planned_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that a module without storage will hold once it is loaded in ``dtype``, at most: with the parameters that
+    its class keeps in float32, which transformers heeds for float16 alone unless they are ``strict``."""
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+    parameters = sum(
+        tensor.numel() * (torch.float32 if kept & set(name.split(".")) else dtype).itemsize
+        for name, tensor in module.named_parameters()
+        if name not in tied
+    )
+    return parameters + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
 
 
 @torch.no_grad()

@@ -54,18 +54,18 @@ class TextKV:
 
     def pool(self, instance: ModelInstance, component: str) -> PagedPool:
         """The pool of a component, made at its first use."""
-        module: Any = instance.module(component)
+        config: Any = instance.config(component)
         name = (component, instance.residents[component].uid)
         sizes: dict[str, Any] = {
             "dtype": instance.dtype(component),
-            "device": instance.device,
+            "device": instance.device_of(component),
             "block_tokens": BLOCK_TOKENS,
         }
-        one = paged_spec(module.config, blocks=1, **sizes)
+        one = paged_spec(config, blocks=1, **sizes)
         blocks = self._kv_bytes // one.block_bytes
         if blocks < 1:
             raise UserError(f"kv_bytes: got {self._kv_bytes}, but one block of {component!r} takes {one.block_bytes}")
-        return self._caches.own_pool(name, paged_spec(module.config, blocks=blocks, **sizes))
+        return self._caches.own_pool(name, paged_spec(config, blocks=blocks, **sizes))
 
     def bytes_of(self, resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
         """What a request fills at most: the blocks of its prompt and of all tokens that it may add, or its slab."""
