@@ -111,7 +111,7 @@ class Resident:
     def active(self) -> Iterator[nn.Module]:
         """The module for one call: awake as long as it lasts, with this resident's adapter switched on."""
         module = self.peek()
-        with state_of(module).in_use():
+        with state_of(module):
             if self.adapter is None:
                 yield module
             else:

@@ -14,7 +14,6 @@ import contextlib
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,22 +127,22 @@ class ModuleState:
 
     def wake(self) -> None:
         """Again is no harm."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._asleep is not None:
+        with self._lock:
+            if self._asleep is None:  # of nearly every call: no grad modes for it
+                return
+            with torch.inference_mode(False), torch.no_grad():
                 self._asleep.restore()
                 self._asleep = None
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Awake, and not to be put to sleep until the end."""
         with self._lock:
             self.wake()
             self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
 
 
 _STATES: weakref.WeakKeyDictionary[nn.Module, ModuleState] = weakref.WeakKeyDictionary()
