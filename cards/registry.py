@@ -57,6 +57,11 @@ class Family:
         such as keys and values; empty for a family that has none."""
         return _of_memory(self.module, "HELD_BYTES")
 
+    def kept_bytes(self) -> dict[tuple[str, str], Callable[..., int]]:
+        """(component kind, operation) -> function (config, size) -> bytes that a request holds between two calls of it,
+        such as a causal decoder's features; empty for a family that has none."""
+        return _of_memory(self.module, "KEPT_BYTES")
+
     def prepare(self) -> dict[str, Callable[..., Any]]:
         """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""
         return importlib.import_module(f"{self.module}.components").PREPARE

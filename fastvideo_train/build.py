@@ -25,6 +25,8 @@ from methods.rewards.reward import Reward
 from methods.roles import trainable_component
 
 PRECISIONS = ("float32", "bfloat16")
+CARD_KEYS = ("name", "size", "source", "revision", "precision")
+"""Keys that every card group has."""
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -51,9 +53,11 @@ def build_target(node: DictConfig, what: str) -> Any:
 
 
 def build_card(node: DictConfig) -> ModelCard:
-    """The card of ``card.name``, ``card.size``, ``card.source``, ``card.revision`` and ``card.precision``."""
+    """The card of ``card.name``, ``card.size``, ``card.source``, ``card.revision``, ``card.precision`` and the family's
+    own options, which null leaves to it."""
     options = plain(node)
-    card = family(options["name"]).card(str(options["size"]), options["source"], options["revision"])
+    own = {name: value for name, value in options.items() if name not in CARD_KEYS and value is not None}
+    card = family(options["name"]).card(str(options["size"]), options["source"], options["revision"], **own)
     precision = options["precision"]
     if precision is not None:
         if precision not in PRECISIONS:

@@ -16,6 +16,7 @@ from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
 from inference.peak import config_of, request_peak_bytes, text_tokens
 from inference.request import ResolvedRequest
+from inference.slab_kv import features_bytes
 from loops.forecast import forecast
 from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
 from loops.score import ScoreParams
@@ -67,7 +68,8 @@ def demand_of(
     """The worst case of a whole request whose program runs ``nodes``."""
     return Demand(
         seconds=book.request_seconds(_forwards(resolved, nodes, instance.card)),
-        resident_bytes=_resident_bytes(resolved, nodes, instance, pooled=cache_bytes > 0),
+        resident_bytes=_resident_bytes(resolved, nodes, instance, pooled=cache_bytes > 0)
+        + features_bytes(resolved, nodes, instance),
         peak_bytes=request_peak_bytes(resolved, nodes, instance),
         cache_bytes=cache_bytes,
         weights=weights,

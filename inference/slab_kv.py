@@ -1,4 +1,5 @@
-"""Slabs of chunked rollouts: one a request, in the engine's slab pool, counted before the request is admitted."""
+"""What chunked rollouts hold, counted before a request is admitted: a slab each, in the engine's slab pool, and what
+the decoder keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import torch
 
 from cards.card import LoopSpec
 from cards.chunks import chunk_count
+from cards.memory import ForwardSize
 from cards.program import Node
+from cards.registry import family
 from inference.cache.manager import CacheManager
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
@@ -58,6 +61,20 @@ def slab_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: Model
             device=instance.device,
         )
         total += slab.slab_bytes
+    return total
+
+
+def features_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance) -> int:
+    """What a request's rollouts hold of their decoders from chunk to chunk."""
+    card, total = instance.card, 0
+    known = family(card.family).kept_bytes()
+    for node in nodes if resolved.pixels else ():
+        if node.loop is None or card.loops[node.loop].kind != CHUNK_LOOP:
+            continue
+        params, component = resolved.params_of(node.id), card.loops[node.loop].components["decoder"]
+        _, _, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
+        count = known.get((card.components[component].kind, "decode_chunk"))
+        total += 0 if count is None else count(instance.config(component), ForwardSize(1, 1, height, width))
     return total
 
 

@@ -20,6 +20,7 @@ from loops.loop import (
     KV,
     Done,
     Instance,
+    KVSource,
     Loop,
     LoopContext,
     LoopResult,
@@ -89,7 +90,7 @@ class ARDecodeLoop(Loop):
                 f"got a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens}; the model's context holds "
                 f"{limits.context}: shorten the prompt or use max_tokens <= {max(0, limits.context - len(prompt))}"
             )
-        kv: KV = GrowingKV() if ctx.kv is None else ctx.kv.open(component, prompt)
+        kv: KV = ctx.kv.open(component, prompt) if isinstance(ctx.kv, KVSource) else GrowingKV()
         if kv.length >= len(prompt):
             raise ValueError(
                 f"the KV holds {kv.length} tokens of a prompt of {len(prompt)}; expected at most all but one"

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -203,6 +203,7 @@ class KV(Protocol):
         """Tells which tokens the forward appended after the prompt, so that a later prompt may share them."""
 
 
+@runtime_checkable
 class KVSource(Protocol):
     """Opens the KV of one request."""
 

@@ -30,14 +30,24 @@ def velocity_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
 def decode_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
     """The VAE's decode, which goes latent frame by latent frame and keeps the last two frames before each
     convolution."""
-    spatial = 2 ** (len(config["dim_mult"]) - 1)
     temporal = 2 ** sum(config["temperal_downsample"])
-    area = size.height * spatial * size.width * spatial
+    area = _area(config, size)
     chunk = area * temporal * config["base_dim"] * config["dim_mult"][0] * 8
-    kept = area * 2 * config["base_dim"] * config["dim_mult"][0] * (6 + 4 * config["num_res_blocks"])
     frames = (size.frames - 1) * temporal + 1
     video = 3 * 3 * frames * area
-    return FLOAT_BYTES * size.rows * (chunk + kept + video)
+    return FLOAT_BYTES * size.rows * (chunk + video) + decoder_kept_bytes(config, size)
+
+
+def decoder_kept_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
+    """What the decoder's convolutions keep of the frames before, whatever their number."""
+    per_pixel = 2 * config["base_dim"] * config["dim_mult"][0] * (6 + 4 * config["num_res_blocks"])
+    return FLOAT_BYTES * size.rows * _area(config, size) * per_pixel
+
+
+def _area(config: Mapping[str, Any], size: ForwardSize) -> int:
+    """Pixels of a frame."""
+    spatial = 2 ** (len(config["dim_mult"]) - 1)
+    return size.height * spatial * size.width * spatial
 
 
 def encode_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
