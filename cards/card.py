@@ -12,6 +12,8 @@ import hashlib
 import itertools
 import json
 import math
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +42,18 @@ class _Part(BaseModel):
 class Component(_Part):
     """A module of the model: its class, where its weights are and which tasks need it."""
 
-    kind: Literal["transformer", "vae", "text_encoder", "tokenizer", "scheduler", "causal_lm", "scorer", "processor"]
+    kind: Literal[
+        "transformer",
+        "vae",
+        "text_encoder",
+        "image_encoder",
+        "tokenizer",
+        "image_processor",
+        "scheduler",
+        "causal_lm",
+        "scorer",
+        "processor",
+    ]
     library: Literal["diffusers", "transformers"]
     class_name: str
     subfolder: str
@@ -52,6 +65,9 @@ class Component(_Part):
     required_for: tuple[str, ...] = ()
     optional_for: tuple[str, ...] = ()
     placement: Literal["device", "cpu"] = "device"
+    layout: Literal["fast", "library"] = Field(default="fast", exclude_if=lambda value: value == "fast")
+    """How weights lie in a CPU's memory: as its kernels like them best, or as the library lays them, which gives the
+    library's own last bits; "fast" is neither in the JSON nor in the digest."""
 
 
 class Source(_Part):
@@ -230,10 +246,16 @@ class ModelCard(_Part):
         data = self.model_dump(mode="json")
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 (hex) over :meth:`canonical_json`."""
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> ModelCard:
+        """As pydantic has it; the copy has a digest of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("digest", None)
+        return copied
 
     def derive(self, **changes: Any) -> ModelCard:
         """A child card with ``changes`` to top-level fields, whose recipe names this card as its nearest parent."""

@@ -16,7 +16,7 @@ from cards.card import Component, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node, active_nodes
 
-MODULE_KINDS = ("transformer", "vae", "text_encoder", "causal_lm", "scorer")
+MODULE_KINDS = ("transformer", "vae", "text_encoder", "image_encoder", "causal_lm", "scorer")
 """Kinds that hold weights; the others, such as a tokenizer, serve the whole task."""
 
 

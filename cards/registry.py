@@ -62,6 +62,11 @@ class Family:
         such as a causal decoder's features; empty for a family that has none."""
         return _of_memory(self.module, "KEPT_BYTES")
 
+    def condition_shapes(self) -> dict[str, Callable[..., tuple[int, ...]]]:
+        """Tensor that the denoiser takes beside latents, timestep and text -> function (component -> config, latent
+        shape (C, T, H, W)) -> its shape for one clip; empty for a family that takes none."""
+        return _of_memory(self.module, "CONDITION_SHAPES")
+
     def prepare(self) -> dict[str, Callable[..., Any]]:
         """Operation -> function that turns slots into the tensors of its call (tokenising, normalising)."""
         return importlib.import_module(f"{self.module}.components").PREPARE
@@ -78,6 +83,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
     "reward": Family("reward", (), ("clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
+    "wan21_i2v": Family("wan21_i2v", ("WanImageToVideoPipeline",), ("14b", "tiny"), "cards.wan21_i2v"),
     "wan_causal": Family(
         "wan_causal", (), ("tiny", "1.3b", "14b"), "cards.wan_causal", options=("chunk", "window", "sinks")
     ),

@@ -40,6 +40,8 @@ ALLOWED_CLASSES = {
         "Qwen2Tokenizer",
         "CLIPModel",
         "CLIPProcessor",
+        "CLIPVisionModel",
+        "CLIPImageProcessor",
     },
 }
 """Classes that a card or a model_index.json may name; anything else is refused."""
@@ -244,6 +246,10 @@ def _check_component(cid: str, component: Component, folder: Path, index: Mappin
         if entry != [component.library, stored]:
             raise SourceError(f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{stored}")
         check_weights(component, folder)
+    elif component.kind == "image_processor":
+        where = folder / component.subfolder
+        if not any((where / name).is_file() for name in IMAGE_PROCESSOR_FILES):
+            raise SourceError(f"{where} holds no {' or '.join(IMAGE_PROCESSOR_FILES)}")
     elif component.kind in ("tokenizer", "processor"):
         where = folder / component.subfolder
         if not (where / "tokenizer_config.json").is_file():
@@ -310,7 +316,7 @@ def load_component(component: Component, folder: Path, device: torch.device | st
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(where)
-    if component.kind in ("scheduler", "processor"):
+    if component.kind in ("scheduler", "processor", "image_processor"):
         return cls.from_pretrained(where)
     dtype = getattr(torch, component.dtype)
     options = {"torch_dtype": dtype} if component.library == "diffusers" else {"dtype": dtype}
@@ -320,7 +326,7 @@ def load_component(component: Component, folder: Path, device: torch.device | st
     if lost:
         raise SourceError(f"the weights in {where} do not fit {component.class_name}: " + "; ".join(lost))
     module = module.to(device).eval().requires_grad_(False)
-    if component.kind == "vae" and torch.device(device).type == "cpu":
+    if component.kind == "vae" and component.layout == "fast" and torch.device(device).type == "cpu":
         _channels_last(module)
     return module
 

@@ -27,6 +27,7 @@ from fastvideo_train.build import (
 )
 from fastvideo_train.parallel.plan import Plan
 from fastvideo_train.rundir import check_free
+from inference.plain_request import plain_task
 from methods.method import Method
 from methods.rewards.reward import Reward
 
@@ -84,6 +85,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         card = attempt(lambda: card_for(base, method))
         others = attempt(lambda: method.role_cards(in_numerics_of(base, method)))
     plan = attempt(lambda: build_plan(cfg.parallel))
+    if card is not None and cfg.eval.prompts == "shapeworld" and card.programs[plain_task(card)].inputs:
+        problems.append(f"eval.prompts: got shapeworld, but card {card.name!r} needs a first frame; use none")
     if cfg.eval.prompts not in EVAL_PROMPTS:
         problems.append(f"eval.prompts: got {cfg.eval.prompts!r}, expected one of {', '.join(EVAL_PROMPTS)}")
     reward = data = prompts = None

@@ -62,8 +62,10 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
 
 def _clip(card: ModelCard, data: Any) -> Clip:
     """What the run trains on: the data set's clips, or those that the card samples where there is none."""
-    size = card.sampling if data is None else data.geometry
-    clip = Clip(size.frames if data is None else size.num_frames, size.height, size.width)
+    s = card.sampling
+    clip = Clip(s.frames, s.height, s.width)
+    if data is not None:
+        clip = Clip(data.geometry.num_frames, data.geometry.height, data.geometry.width)
     card.geometry.check(clip.frames, clip.height, clip.width)
     return clip
 

@@ -18,7 +18,7 @@ from fastvideo_train.module import PostTrainingModule
 from inference.artifact import Artifact
 from inference.instance import ModelInstance
 from inference.request import Request
-from methods.finetune import Finetune
+from methods.finetune import Finetune, conditions_of
 from methods.ladder import ladder_of
 from methods.method import Baseline
 from methods.rewards.reward import Reward, RewardBatch
@@ -166,7 +166,13 @@ def validation_metrics(
             part = slice(start, start + method.micro_batch)
             addresses: list[tuple[int | str, ...]] = [(0, "validation", row) for row in index[part]]
             losses_B = method.losses(
-                latents[part].to(context.device), prompts[part], addresses, context, role=role, training=False
+                latents[part].to(context.device),
+                prompts[part],
+                addresses,
+                context,
+                role=role,
+                training=False,
+                conditions=conditions_of(batch, part),
             )
             losses += losses_B.tolist()
             sigmas += [method.sigma(address) for address in addresses]

@@ -26,6 +26,7 @@ from cards.source import load_component, resolve_folder, weight_files
 from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
 from inference.media import write_video
+from inference.plain_request import plain_inputs, plain_task
 from inference.request import Request
 from methods.ladder import denoising_loop, ladder_of
 from methods.roles import trainable_component
@@ -92,7 +93,15 @@ def derived_card(
 def reference_request(card: ModelCard, seed: int, guidance: float | None) -> Request:
     """The seeded request that checks an export of ``card``: its ladder, or four steps."""
     steps = 4 if ladder_of(card) is None else None
-    return Request(prompt=REFERENCE_PROMPT, seed=seed, steps=steps, guidance=guidance, output="latents")
+    return Request(
+        prompt=REFERENCE_PROMPT,
+        task=plain_task(card),
+        inputs=plain_inputs(card),
+        seed=seed,
+        steps=steps,
+        guidance=guidance,
+        output="latents",
+    )
 
 
 def file_digest(path: Path) -> str:
@@ -220,7 +229,8 @@ def write_ladder_scheduler(folder: Path) -> None:
 
 def _leave(source: Path, subfolder: str) -> Any:
     """``copytree`` filter: the parts of a diffusers folder, without the trained component and papers of its own."""
-    parts = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"} - {subfolder}
+    pipeline = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
+    parts = (pipeline | {"image_encoder", "image_processor"}) - {subfolder}
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if name not in parts] if Path(folder) == source else []
@@ -265,7 +275,7 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
         "",
         f"Made by `{card.recipe.method}` from the card `{card.recipe.parents[0][:12]}`. Digest `{card.digest}`.",
         "",
-        *_usage_lines(name, card),
+        *_usage_lines(name, folder, card),
         "",
     ]
     if card.recipe.metrics:
@@ -281,7 +291,7 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
     (folder / "README.md").write_text("\n".join(lines) + "\n")
 
 
-def _usage_lines(name: str, card: ModelCard) -> list[str]:
+def _usage_lines(name: str, folder: Path, card: ModelCard) -> list[str]:
     """How plain diffusers samples the folder, and by which sampler."""
     s, spec = card.sampling, card.loops[denoising_loop(card)]
     ladder = spec.schedule.ladder
@@ -289,13 +299,17 @@ def _usage_lines(name: str, card: ModelCard) -> list[str]:
         f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
         f"             num_inference_steps={s.steps}, guidance_scale={spec.guidance.scale},",
     ]
-    load = f'pipe = WanPipeline.from_pretrained("{name}", dtype=torch.float32)'
+    pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    if card.programs[plain_task(card)].inputs:
+        call.insert(1, '             image=load_image("first.png"),')
+    load = f'pipe = {pipeline}.from_pretrained("{name}", dtype=torch.float32)'
     convention = f"guidance {spec.guidance.scale} ({spec.guidance.convention} convention)"
     if ladder is None:
         return [
             "```python",
             "import torch",
-            "from diffusers import WanPipeline",
+            f"from diffusers import {pipeline}",
+            *(["from diffusers.utils import load_image"] if len(call) > 2 else []),
             "",
             load,
             *call,

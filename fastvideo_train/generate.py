@@ -20,6 +20,8 @@ from cards.errors import UserError
 from fastvideo_train.cli import EXIT_OK, Int64, Options, parse_options, pick_device, run_program, usage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from inference.artifact import Artifact
     from inference.running import StepListener
 
@@ -40,6 +42,7 @@ class GenerateOptions(Options):
     seed: Int64 | None = Field(None, description="of the noise; left out: a fresh random one, printed")
     steps: Int64 | None = Field(None, description="solver steps")
     guidance: float | None = Field(None, description="classifier-free guidance, 1 = conditional only")
+    image: str | None = Field(None, description="picture to start from, for a card that takes one")
     frames: Int64 | None = Field(None, description="length in frames")
     height: Int64 | None = Field(None, description="in pixels")
     width: Int64 | None = Field(None, description="in pixels")
@@ -71,12 +74,15 @@ def _generate(argv: Sequence[str]) -> int:
 
     from inference.engine import Engine  # loads torch: after the checks that need none
     from inference.load import card_of
+    from inference.plain_request import plain_task
     from inference.request import Request
     from inference.resolve import resolve
 
     card = card_of(options.ckpt)
     request = Request(
         prompt=options.prompt,
+        task=plain_task(card),
+        inputs=None if options.image is None else {"image": read_picture(options.image)},
         negative_prompt=options.negative_prompt,
         seed=options.seed,
         frames=options.frames,
@@ -122,6 +128,20 @@ def check_out(out: str) -> Path:
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise UserError(f"out: no permission to write in {ancestor}; give another folder")
     return path
+
+
+def read_picture(place: str) -> Tensor:
+    """uint8 RGB (H, W, 3); raises ``UserError`` for a file that is no picture."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    path = Path(place).expanduser()
+    try:
+        with Image.open(path) as picture:
+            return torch.from_numpy(np.array(picture.convert("RGB")))
+    except OSError as error:
+        raise UserError(f"image: cannot read {place!r} ({error}); give a picture, such as a png or jpg") from None
 
 
 def _write(out: Path, artifact: Artifact, *, fps: float, scale: int) -> str:

@@ -195,9 +195,10 @@ def _built(card: ModelCard, component: Component) -> nn.Module:
 def _role_rows(module: PostTrainingModule, shards: int) -> Iterator[Row]:
     """Each role's own weights; of those with an optimizer also gradients and moments."""
     roles = module.roles
-    own = {role: [*roles.parameters_of(role).values(), *roles.trained(role)] for role in roles.names}
+    own: dict[str, list[Tensor]] = {}
     for role in roles.names:
-        own[role] += roles.module(role).buffers() if roles.adapter(role) is None else ()
+        buffers = roles.module(role).buffers() if roles.adapter(role) is None else ()
+        own[role] = [*roles.parameters_of(role).values(), *roles.trained(role), *buffers]
     claimed = {id(tensor) for tensors in own.values() for tensor in tensors}
     shared = [t for part in roles.values() for t in (*part.parameters(), *part.buffers()) if id(t) not in claimed]
     if shared:
@@ -260,14 +261,17 @@ def _activations(module: PostTrainingModule, clip: Clip, rows: int) -> int:
     return live.peak
 
 
-def _batch(card: ModelCard, instance: ModelInstance, clip: Clip, rows: int) -> dict[str, Tensor]:
-    """What a training forward takes: latents, sigmas and texts of the rows."""
+def _batch(card: ModelCard, instance: ModelInstance, clip: Clip, rows: int) -> dict[str, Any]:
+    """What a training forward takes: latents, sigmas, texts and further conditions of the rows."""
     shape = card.geometry.latent_shape(clip.frames, clip.height, clip.width)
     width = _config(instance)["text_dim"]
+    conditions = family(card.family).condition_shapes()
+    configs = {cid: _settings(card, c) for cid, c in card.components.items() if c.kind in MODULE_KINDS and conditions}
     return {
         "latents_BCTHW": torch.empty(rows, *shape),
         "sigma_B": torch.empty(rows),
         "text_BLD": torch.empty(rows, card.sampling.max_sequence_length, width),
+        "conditions": {name: torch.empty(rows, *of(configs, shape)) for name, of in conditions.items()},
     }
 
 

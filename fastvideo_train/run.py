@@ -22,8 +22,9 @@ from fastvideo_train import checkpoint as ckpt
 from fastvideo_train.build import build_target, in_numerics_of, load_others
 from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.checks import Parts, check_run, checkpoint_to_resume
+from fastvideo_train.data.encode_clips import clip_encoder, encoder_digest
 from fastvideo_train.evaluation import EvalItem, EvalResult, EvalSettings, evaluate
-from fastvideo_train.export import Exported, export_model, reference_request, weights_digest
+from fastvideo_train.export import Exported, export_model, reference_request
 from fastvideo_train.host_memory import keep_freed_memory
 from fastvideo_train.logging.metrics_csv import MetricsCSV
 from fastvideo_train.logging.samples import save_samples
@@ -31,7 +32,6 @@ from fastvideo_train.module import PostTrainingModule
 from fastvideo_train.rundir import SUMMARY_FILE, write_json
 from inference.instance import ModelInstance
 from inference.request import Request
-from loops.loop import ModelCall
 
 HEADLINES = ("all_correct", "val_loss", "reward")
 """Evaluation metrics that are shown, the first that a run has as its headline."""
@@ -142,15 +142,9 @@ class Run:
         return make_tracker(self.cfg.logger, run_dir=self.run_dir, config=OmegaConf.to_container(self.cfg))
 
     def _prepare_clips(self, base: ModelInstance) -> None:
-        """Encodes the data set once, through the card's own VAE operation."""
+        """Encodes the data set once, through the card's own operations."""
         data = self.parts.data
-
-        def encode(video_BCFHW: torch.Tensor) -> torch.Tensor:
-            return base.call(ModelCall("vae", "encode", {"video": video_BCFHW})).float().cpu()
-
-        folder = resolve_folder(self.parts.card.source, self.parts.card.root)
-        digest = weights_digest(folder / self.parts.card.components["vae"].subfolder)
-        data.use_encoder(encode, vae_digest=digest)
+        data.use_encoder(clip_encoder(base), vae_digest=encoder_digest(base))
         data.trainer = self.trainer
         data.prepare_data()  # under a file lock: the first process encodes, the others find it done
         data.setup("fit")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from loops.loop import ModelCall, Profile
 from loops.registry import check_loop
 from loops.solvers import solver_class
 
-TOKENIZER_KINDS = ("tokenizer", "processor")
+TOKENIZER_KINDS = ("tokenizer", "processor", "image_processor")
 """Kinds of what turns a request's words (and frames) into the tensors of a call."""
 
 __all__ = ["ModelInstance", "Resident", "adapter_context"]
@@ -202,8 +203,12 @@ class ModelInstance:
         if not self.residents[component].built:
             return getattr(torch, self.card.components[component].dtype)  # type: ignore[no-any-return]
         module = self.residents[component].peek()
-        declared = getattr(module, "dtype", None)
-        return declared if isinstance(declared, torch.dtype) else next(module.parameters()).dtype
+        first = next(module.parameters()).dtype
+        known = _DTYPES.get(module)
+        if known is None or known[0] != first:
+            declared = getattr(module, "dtype", None)
+            known = _DTYPES[module] = (first, declared if isinstance(declared, torch.dtype) else first)
+        return known[1]
 
     def numerics(self, component: str) -> dict[str, Any]:
         """Static inputs of a denoiser's calls: the same for serving and training, so that equal calls may merge."""
@@ -223,6 +228,12 @@ class ModelInstance:
     def pixels(self, frames_NHWC: Tensor) -> Tensor:
         """(N, 3, S, S) of uint8 frames, as the card's image processor prepares them."""
         return self._prepare["pixels"](self.tokenizer, frames_NHWC)
+
+    def prepared(self, operation: str, value: Any, params: Any) -> dict[str, Tensor] | None:
+        """The tensors of a call that the family prepares from a slot's value and a request's settled ``params``; None
+        for an operation that takes the value as it is."""
+        prepare = self._prepare.get(operation)
+        return None if prepare is None else prepare(self.tokenizer, value, params)
 
     def call(self, call: ModelCall, profile: Profile = Profile.SERVE) -> Tensor:
         """Runs one call, with gradient only under TRAIN; the result is on the instance's device."""
@@ -253,12 +264,18 @@ class ModelInstance:
         return torch.autocast(self.device_of(component).type, dtype=wanted)
 
 
+_DTYPES: WeakKeyDictionary[nn.Module, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
+"""Module -> (dtype of its first parameter, its dtype): a library goes through all parameters to tell it."""
+
+
 def _tokenizer_of(card: ModelCard, tokenizers: list[Component], folder: Path) -> Callable[[], Any]:
-    """What reads the card's tokenizer, its first where it has several."""
+    """What reads the card's tokenizer, its first where it has several; all by subfolder where one is of images."""
 
     def read() -> Any:
         if not tokenizers:
             raise UserError(f"card {card.name!r} has no tokenizer, which this request needs")
+        if any(component.kind == "image_processor" for component in tokenizers):
+            return {component.subfolder: load_component(component, folder) for component in tokenizers}
         return load_component(tokenizers[0], folder)
 
     return read

@@ -23,7 +23,12 @@ from loops.loop import (
     WorkUnit,
 )
 
-UNITS = {"encode": WorkUnit.ENCODER_CHUNK, "decode": WorkUnit.VAE_TILE}
+UNITS = {
+    "encode": WorkUnit.ENCODER_CHUNK,
+    "encode_image": WorkUnit.ENCODER_CHUNK,
+    "encode_condition": WorkUnit.ENCODER_CHUNK,
+    "decode": WorkUnit.VAE_TILE,
+}
 
 
 def tensors_digest(tensors: dict[str, Tensor]) -> str:
@@ -36,7 +41,7 @@ def tensors_digest(tensors: dict[str, Tensor]) -> str:
 
 
 class ComponentLoop(Loop):
-    """One call of one component: text encoding, decoding."""
+    """One call of one component: encoding of text or images, decoding."""
 
     def __init__(self, node: Node):
         self.node = node
@@ -49,7 +54,11 @@ class ComponentLoop(Loop):
             tensors = instance.tokenize(value, instance.card.sampling.max_sequence_length)
             facts["input"] = tensors_digest(tensors)
         else:
-            tensors = {slot: value}
+            assert self.node.op is not None
+            prepared = instance.prepared(self.node.op, value, params)
+            tensors = {slot: value} if prepared is None else prepared
+            if prepared is not None:
+                facts["input"] = tensors_digest(tensors)
         return LoopState(step=0, total=1, params=params, tensors=tensors, facts=facts)
 
     def next(self, state: LoopState) -> WorkPlan | Done:

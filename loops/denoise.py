@@ -84,16 +84,18 @@ class DenoiseLoop(Loop):
         """Evaluations of the denoiser at the state's step, one a guidance branch or one for all."""
         params = state.params
         assert params is not None
-        latents = state.tensors["latents"]
-        shared = {
-            "latents": latents,
-            "timestep": state.solver.timesteps[state.step].to(latents.device).expand(latents.shape[0]),
-        }
+        shared = self.shared(state)
         component, static = state.facts["component"], state.facts["static"]
         if params.guided:
             policy = guidance_policy(params.guidance_policy)
             return policy.calls(component, shared, state.tensors["text"], state.tensors["negative_text"], static)
         return (ModelCall(component, "velocity", {**shared, "text": state.tensors["text"]}, static),)
+
+    def shared(self, state: LoopState) -> dict[str, torch.Tensor]:
+        """Tensors that the branches of a step have in common."""
+        latents = state.tensors["latents"]
+        timestep = state.solver.timesteps[state.step].to(latents.device).expand(latents.shape[0])
+        return {"latents": latents, "timestep": timestep}
 
     def guided_velocity(self, state: LoopState, result: StepResult) -> torch.Tensor:
         """Velocity (1, C, T, H, W) of a step from the results of its calls."""

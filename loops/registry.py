@@ -12,6 +12,7 @@ from loops.ar_decode import ARDecodeLoop
 from loops.chunk_rollout import ChunkOptions, ChunkRolloutLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
+from loops.denoise_image import DenoiseImageLoop
 from loops.loop import Loop
 from loops.options import LoopOptions, read_options
 from loops.score import ScoreLoop
@@ -23,6 +24,7 @@ LOOPS: dict[str, Loop] = {
     "diffusion_denoise": DenoiseLoop(),
     "diffusion_denoise_exit": ExitLoop(),
     "diffusion_denoise_first_block": FirstBlockLoop(),
+    "diffusion_denoise_image": DenoiseImageLoop(),
     "diffusion_denoise_skip": SkipLoop(),
     "score": ScoreLoop(),
     "vae_tiles": TilesLoop(),

@@ -28,6 +28,11 @@ def flow_loss(predicted: Tensor, x0: Tensor, noise: Tensor, weight_B: Tensor) ->
     return weight_B * error.flatten(1).mean(1)
 
 
+def conditions_of(batch: Mapping[str, Any], part: slice) -> dict[str, Tensor]:
+    """What a batch of clips holds beside latents for the forward, of some of its rows."""
+    return {name: value[part] for name, value in batch.get("conditions", {}).items()}
+
+
 class Finetune(Method):
     """Flow-matching finetune.
 
@@ -40,6 +45,7 @@ class Finetune(Method):
 
     name = "finetune"
     needs_clips = True
+    takes_inputs = True
 
     def __init__(
         self,
@@ -81,7 +87,8 @@ class Finetune(Method):
         for start in range(0, len(rows), self.micro_batch):
             part = slice(start, start + self.micro_batch)
             chunk = latents_BCTHW[part].to(ctx.device)
-            losses_B = self.losses(chunk, prompts[part], [(ctx.seed, "train", step, r) for r in rows[part]], ctx)
+            addresses: list[tuple[int | str, ...]] = [(ctx.seed, "train", step, r) for r in rows[part]]
+            losses_B = self.losses(chunk, prompts[part], addresses, ctx, conditions=conditions_of(batch, part))
             yield Update(
                 loss=losses_B.sum() / len(rows),
                 step=start + self.micro_batch >= len(rows),
@@ -106,8 +113,10 @@ class Finetune(Method):
         *,
         role: str = STUDENT,
         training: bool = True,
+        conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """(B,) losses of clips whose randomness is drawn at ``addresses``; ``training=False`` for validation."""
+        """(B,) losses of clips whose randomness is drawn at ``addresses``; ``training=False`` for validation.
+        ``conditions``: see :func:`methods.forward.velocity`."""
         sigma, noise, texts = [], [], []
         for x0, prompt, address in zip(x0_BCTHW, prompts, addresses, strict=True):
             drawn, draw = self._draw_sigma(address)
@@ -120,5 +129,5 @@ class Finetune(Method):
         instance = ctx.roles.instance(role)
         x_s = add_noise(x0_BCTHW, noise_BCTHW, expand_to(sigma_B, x0_BCTHW))
         text_BLD = encode_prompts(ctx.engine, instance, texts)
-        predicted = velocity(instance, x_s, sigma_B, text_BLD, gradient=training)
+        predicted = velocity(instance, x_s, sigma_B, text_BLD, gradient=training, conditions=conditions)
         return flow_loss(predicted, x0_BCTHW, noise_BCTHW, loss_weight(self.weighting, sigma_B))

@@ -5,7 +5,7 @@ Legend: B rows, C latent channels, T latent frames, H W latent cells, L tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,22 @@ from methods.roles import trainable_component
 
 
 def velocity(
-    instance: ModelInstance, latents_BCTHW: Tensor, sigma_B: Tensor, text_BLD: Tensor, *, gradient: bool
+    instance: ModelInstance,
+    latents_BCTHW: Tensor,
+    sigma_B: Tensor,
+    text_BLD: Tensor,
+    *,
+    gradient: bool,
+    conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Velocity (B, C, T, H, W) at ``sigma_B`` in float32."""
+    """Velocity (B, C, T, H, W) at ``sigma_B`` in float32; ``conditions`` (B, ...): what else the card's forward takes,
+    such as an encoded first frame."""
     component = trainable_component(instance.card)
+    further = {} if conditions is None else conditions
     call = ModelCall(
         component,
         "velocity",
-        {"latents": latents_BCTHW, "timestep": network_timestep(sigma_B), "text": text_BLD},
+        {"latents": latents_BCTHW, "timestep": network_timestep(sigma_B), "text": text_BLD, **further},
         instance.numerics(component),
     )
     return instance.call(call, Profile.TRAIN if gradient else Profile.ROLLOUT).float()

@@ -17,6 +17,7 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.prediction import velocity_to_x0
 from inference.instance import ModelInstance
+from inference.plain_request import plain_task
 from inference.request import Request
 from inference.resolve import denoise_spec, resolve
 from loops.loop import LoopContext, ModelCall, Profile, StepResult, WorkPlan
@@ -55,12 +56,12 @@ def ladder_card(card: ModelCard, ladder: Sequence[float]) -> ModelCard:
 
 def ladder_of(card: ModelCard) -> tuple[float, ...] | None:
     """The ladder of the loop that a plain request runs, or None."""
-    return denoise_spec(card, Request.task).schedule.ladder
+    return denoise_spec(card, plain_task(card)).schedule.ladder
 
 
 def denoising_loop(card: ModelCard) -> str:
     """Id of the loop that a plain request runs."""
-    spec = denoise_spec(card, Request.task)
+    spec = denoise_spec(card, plain_task(card))
     return next(name for name, loop in card.loops.items() if loop is spec)
 
 
@@ -75,7 +76,7 @@ def simulate(
     """Samples (B, C, T, H, W) in float32 of the rows' texts from the noise of ``seeds``; rungs before the exit without
     gradient."""
     card = instance.card
-    spec = denoise_spec(card, Request.task)
+    spec = denoise_spec(card, plain_task(card))
     loop = loop_of_kind(spec.kind)
     states = []
     for row, seed in enumerate(seeds):

@@ -91,6 +91,8 @@ class Method(ABC):
 
     name: str
     needs_reward = False
+    takes_inputs = False
+    """True when it trains cards whose requests bring tensors, such as a first frame."""
     needs_clips = False
     """True when the batches are encoded videos, False when they are prompts."""
 
@@ -196,6 +198,12 @@ class Method(ABC):
         found = []
         if self.batch_size % world_size:
             found.append(f"batch_size: got {self.batch_size}, expected a multiple of the {world_size} devices")
+        inputs = {brought.name for program in card.programs.values() for brought in program.inputs}
+        if inputs and not self.takes_inputs:
+            found.append(
+                f"method {self.name}: card {card.name!r} takes {', '.join(sorted(inputs))} with every request, which "
+                "this method does not bring; use method=finetune"
+            )
         if not any(component.trainable for component in card.components.values()):
             found.append(f"card {card.name!r} has no trainable component")
         return found

@@ -46,9 +46,13 @@ class LatentBatch(TypedDict):
     latents: torch.Tensor  # latents_BCTHW float32, normalised
     prompt: list[str]  # B captions
     index: torch.Tensor  # B row numbers within the folder, int64
+    conditions: dict[str, torch.Tensor]  # what else was encoded of the clips, each with a leading B
 
 
-class LatentDataset(Dataset[tuple[torch.Tensor, str, int]]):
+Example = tuple[torch.Tensor, str, int, dict[str, torch.Tensor]]
+
+
+class LatentDataset(Dataset[Example]):
     """Some rows of a latent index."""
 
     def __init__(self, reader: LatentReader, rows: Sequence[LatentRow]) -> None:
@@ -58,14 +62,19 @@ class LatentDataset(Dataset[tuple[torch.Tensor, str, int]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, position: int) -> tuple[torch.Tensor, str, int]:
+    def __getitem__(self, position: int) -> Example:
         row = self.rows[position]
-        return self.reader.read(row), row.caption, row.index
+        return self.reader.read(row), row.caption, row.index, self.reader.read_conditions(row)
 
 
-def collate(examples: list[tuple[torch.Tensor, str, int]]) -> LatentBatch:
-    latents_CTHW, prompts, indices = zip(*examples, strict=True)
-    return {"latents": torch.stack(latents_CTHW), "prompt": list(prompts), "index": torch.tensor(indices)}
+def collate(examples: list[Example]) -> LatentBatch:
+    latents_CTHW, prompts, indices, conditions = zip(*examples, strict=True)
+    return {
+        "latents": torch.stack(latents_CTHW),
+        "prompt": list(prompts),
+        "index": torch.tensor(indices),
+        "conditions": {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]},
+    }
 
 
 def split_by_content(rows: Sequence[LatentRow], val_fraction: float) -> tuple[list[LatentRow], list[LatentRow]]:

@@ -5,7 +5,8 @@ string changes when its latents would change. Captions live in the index, never 
 nothing again.
 
 On disk, under ``cache_dir/<digest of the VAE>-<frames>x<height>x<width>/``:
-    shard-000000.safetensors   latents_CTHW float32, one tensor a clip, named by the sha256 of the clip's file
+    shard-000000.safetensors   latents_CTHW float32, one tensor a clip, named by the sha256 of the clip's file; what
+                               else ``encode`` gives of a clip is beside it as <sha256>.<name>
     shard-000000.json          written after its shard: the shard's own sha256 and its keys; without it a shard is void
     index-<folder>.json        one a data folder: its rows (caption, key, shard) and the files that were left out
     skipped-<folder>.jsonl     the same left-out files, one a line, for people
@@ -44,7 +45,9 @@ from fastvideo_train.data.video_folder import (
 )
 from inference.media import MediaError, write_bytes_atomic
 
-Encode = Callable[[torch.Tensor], torch.Tensor]  # video_BCTHW float32 in [-1, 1] -> latents_BCTHW, normalised
+LATENTS = "latents"
+Encode = Callable[[torch.Tensor], torch.Tensor | dict[str, torch.Tensor]]
+"""video_BCTHW float32 in [-1, 1] -> latents_BCTHW, normalised; or these as ``LATENTS`` among others of a leading B."""
 
 _log = logging.getLogger(__name__)
 
@@ -147,6 +150,13 @@ class LatentReader:
             self._open[row.shard] = safe_open(self.root / row.shard, framework="pt")
         return self._open[row.shard].get_tensor(row.key)
 
+    def read_conditions(self, row: LatentRow) -> dict[str, torch.Tensor]:
+        """What else was encoded of the clip, by name."""
+        self.read(row)  # opens the shard
+        shard, mark = self._open[row.shard], f"{row.key}."
+        names = shard.keys()
+        return {name.removeprefix(mark): shard.get_tensor(name) for name in names if name.startswith(mark)}
+
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "_open": {}}
 
@@ -172,7 +182,8 @@ def _encode_pending(
             if len(batch) == batch_size or (batch and position == len(pending)):
                 latents.update(_encode_batch(batch, encode))
                 batch.clear()
-            if len(latents) >= shard_clips or (latents and position == len(pending)):
+            clips = sum("." not in name for name in latents)
+            if clips >= shard_clips or (latents and position == len(pending)):
                 shard = _write_shard(root, latents)
                 stored.update(dict.fromkeys(latents, shard))
                 latents.clear()
@@ -184,19 +195,26 @@ def _encode_batch(clips_THWC: Mapping[str, np.ndarray], encode: Encode) -> dict[
     video_BTHWC = torch.from_numpy(np.stack(list(clips_THWC.values())))
     video_BCTHW = video_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32).div(127.5).sub(1.0).contiguous()
     with torch.no_grad():
-        latents_BCTHW = encode(video_BCTHW).to(device="cpu", dtype=torch.float32)
+        encoded = encode(video_BCTHW)
+    tensors = {LATENTS: encoded} if isinstance(encoded, torch.Tensor) else encoded
+    tensors = {name: tensor.to(device="cpu", dtype=torch.float32) for name, tensor in tensors.items()}
+    latents_BCTHW = tensors.pop(LATENTS)
     if latents_BCTHW.ndim != 5 or len(latents_BCTHW) != len(clips_THWC):
         raise DataError(
             f"encode returned shape {tuple(latents_BCTHW.shape)} for {len(clips_THWC)} clips; expected "
             f"({len(clips_THWC)}, channels, frames, height, width)"
         )
-    finite = latents_BCTHW.flatten(1).isfinite().all(dim=1).tolist()
+    sound = [tensor.flatten(1).isfinite().all(dim=1) for tensor in (latents_BCTHW, *tensors.values())]
+    finite = torch.stack(sound).all(dim=0).tolist()
     if not all(finite):
         raise DataError(
             f"encode returned NaN or Inf for {finite.count(False)} of {len(finite)} clips; "
             "check the VAE's weights, or encode in float32"
         )
-    return {key: latents_CTHW.contiguous() for key, latents_CTHW in zip(clips_THWC, latents_BCTHW, strict=True)}
+    rows = {key: latents_CTHW.contiguous() for key, latents_CTHW in zip(clips_THWC, latents_BCTHW, strict=True)}
+    for name, tensor in tensors.items():
+        rows |= {f"{key}.{name}": row.contiguous() for key, row in zip(clips_THWC, tensor, strict=True)}
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ shards

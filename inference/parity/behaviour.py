@@ -8,14 +8,17 @@ as a ``ModelCall`` under ``Profile.TRAIN``. Knows nothing of losses.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import Tensor
 
 from inference.engine import Engine
 from inference.instance import ModelInstance
+from inference.parity.chunks import chunk_gate
 from inference.parity.interleave import GateReport, tensor_difference, worst
+from inference.plain_request import plain_inputs, plain_task
 from inference.request import Request
-from inference.resolve import denoise_spec, resolve
+from inference.resolve import CHUNK_LOOP, denoise_spec, resolve
 from loops.drive import drive
 from loops.loop import LoopContext, ModelCall, Profile
 from loops.registry import component_loop
@@ -35,11 +38,17 @@ def behaviour_gate(
 ) -> GateReport:
     """Samples latents twice at guidance 1 and evaluates each visited point once more under TRAIN.
 
+    A chunked rollout has no point that is evaluated alone: its gate is ``chunk_gate``.
+
     ``steps`` takes the ladder's length (else ``GATE_STEPS``) and ``solver`` the card's when None. The difference is nan
     for a NaN anywhere and inf where TRAIN gives no gradient, so that neither passes at any tolerance.
     """
+    if denoise_spec(instance.card, plain_task(instance.card)).kind == CHUNK_LOOP:
+        return chunk_gate(instance, prompt=prompt, seed=seed, tolerance=tolerance)
     request = Request(
         prompt=prompt,
+        task=plain_task(instance.card),
+        inputs=plain_inputs(instance.card),
         seed=seed,
         steps=_gate_steps(instance) if steps is None else steps,
         guidance=1.0,
@@ -50,15 +59,13 @@ def behaviour_gate(
     )
     engine = Engine(instance.device, cache_bytes=0)
     rollout = engine.run(request, instance)
-    served = engine.run(
-        Request(prompt=prompt, seed=seed, steps=request.steps, guidance=1.0, solver=solver, output="latents"), instance
-    )
+    served = engine.run(replace(request, profile=Profile.SERVE, capture=()), instance)
     behaviour = rollout.behaviour
     assert behaviour is not None and behaviour.trajectory is not None and behaviour.velocities is not None
-    text = _text(instance, request)
+    conditions = _conditions(instance, request)
     component = denoise_spec(instance.card, request.task).components["denoiser"]
     recomputed = [
-        _recompute(instance, component, latents, timestep, text, velocity)
+        _recompute(instance, component, latents, timestep, conditions, velocity)
         for latents, timestep, velocity in zip(
             behaviour.trajectory.split(1), behaviour.timesteps.split(1), behaviour.velocities.split(1), strict=True
         )
@@ -69,26 +76,42 @@ def behaviour_gate(
 
 
 def _gate_steps(instance: ModelInstance) -> int:
-    ladder = denoise_spec(instance.card, Request.task).schedule.ladder
+    ladder = denoise_spec(instance.card, plain_task(instance.card)).schedule.ladder
     return GATE_STEPS if ladder is None else len(ladder)
 
 
 def _text(instance: ModelInstance, request: Request) -> Tensor:
     """Text embedding (1, L, D), by the reference driver and not by the engine under test."""
-    program = instance.card.programs[request.task]
-    node = next(node for node in program.nodes if node.writes == "text")
-    ctx = LoopContext(spec=None, slots={"prompt": request.prompt})
-    return drive(component_loop(node), resolve(request, instance.card).params, instance, ctx).value
+    return _conditions(instance, request)["text"]
+
+
+def _conditions(instance: ModelInstance, request: Request) -> dict[str, Tensor]:
+    """What the denoising node reads, by the reference driver and not by the engine under test."""
+    nodes = instance.card.programs[request.task].nodes
+    denoise = next(node for node in nodes if node.loop is not None)
+    inputs = {} if request.inputs is None else request.inputs
+    ctx = LoopContext(spec=None, slots={"prompt": request.prompt, **inputs})
+    params = resolve(request, instance.card).params
+    return {
+        node.writes: drive(component_loop(node), params, instance, ctx).value
+        for node in nodes
+        if node.writes in denoise.reads
+    }
 
 
 def _recompute(
-    instance: ModelInstance, component: str, latents: Tensor, timestep: Tensor, text: Tensor, velocity: Tensor
+    instance: ModelInstance,
+    component: str,
+    latents: Tensor,
+    timestep: Tensor,
+    conditions: dict[str, Tensor],
+    velocity: Tensor,
 ) -> float:
     """Difference of one velocity when it is evaluated under TRAIN; inf when no gradient reaches its input."""
     tensors = {
         "latents": latents.detach().clone().requires_grad_(True),
         "timestep": timestep.to(latents.device),
-        "text": text,
+        **conditions,
     }
     again = instance.call(ModelCall(component, "velocity", tensors, instance.numerics(component)), Profile.TRAIN)
     if not again.requires_grad:
