@@ -53,6 +53,8 @@ CASES = {
     "frames": (["method=finetune", "data.num_frames=10"], ["10", "4k+1", "9"]),
     "lr": (["lr=-1"], ["lr", "-1"]),
     "value": (["method.timesteps=11"], ["timesteps", "11", "rollout_steps"]),
+    "rungs": (["method=dmd2", "method.rungs=[250,1000]"], ["ladder", "descending"]),
+    "teacher": (["method=dmd2", "method.teacher={name: nothing, size: tiny}"], ["nothing", "wan21"]),
     "several": (["method.mix=0", "method.decay=7", "eval.prompts=x"], ["mix", "decay", "eval.prompts"]),
 }
 
