@@ -7,6 +7,7 @@ them, and the registered cards, each also in the numerics that a run may have tr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,10 +71,11 @@ def _exports_beside(roots: Iterable[Path | None]) -> Iterator[tuple[str, ModelCa
 
 
 def _registered() -> Iterator[tuple[str, ModelCard]]:
-    """The families' cards of every size. No weights are read and nothing is fetched."""
+    """The families' cards of every size that needs no source. No weights are read and nothing is fetched."""
     for entry in FAMILIES.values():
         for size in entry.sizes:
-            yield "registered", entry.card(size)
+            with contextlib.suppress(UserError):
+                yield "registered", entry.card(size)
 
 
 def _variants(card: ModelCard) -> Iterator[tuple[ModelCard, str]]:

@@ -37,6 +37,7 @@ def child(card: ModelCard, method: str, before: float, after: float, **changes: 
         data="ShapeWorld",
         metrics={"before_all_correct": before, "after_all_correct": after},
         weights={"transformer": "ab" * 32},
+        parent=card,
     )
     return derived.model_copy(update=changes)
 
