@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import torch
-
 from cards.card import LoopSpec
 from cards.chunks import chunk_count
 from cards.memory import ForwardSize
@@ -57,8 +55,8 @@ def slab_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: Model
             options,
             chunks=chunk_count(params.frames, options.chunk, card.geometry),
             shape=(1, channels, options.chunk, height, width),
-            dtype=_dtype(instance, component),
-            device=instance.device,
+            dtype=instance.dtype(component),
+            device=instance.device_of(component),
         )
         total += slab.slab_bytes
     return total
@@ -76,10 +74,3 @@ def features_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: M
         count = known.get((card.components[component].kind, "decode_chunk"))
         total += 0 if count is None else count(instance.config(component), ForwardSize(1, 1, height, width))
     return total
-
-
-def _dtype(instance: ModelInstance, component: str) -> torch.dtype:
-    """What the component computes in; nothing is built for it."""
-    if instance.built(component):
-        return instance.dtype(component)
-    return getattr(torch, instance.card.components[component].dtype)

@@ -270,7 +270,7 @@ def _slab_spec(instance: Instance, walk: Walk, options: ChunkOptions) -> SlabSpe
         chunks=walk.chunks,
         shape=walk.shape,
         dtype=instance.dtype(walk.component),
-        device=instance.device,
+        device=instance.device_of(walk.component),
     )
 
 

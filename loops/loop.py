@@ -294,7 +294,6 @@ class Instance(Protocol):
     """What a loop and the reference driver may ask of a loaded model."""
 
     card: ModelCard
-    device: torch.device
 
     @property
     def tokenizer(self) -> Any: ...
@@ -302,6 +301,8 @@ class Instance(Protocol):
     def dtype(self, component: str) -> torch.dtype: ...
 
     def config(self, component: str) -> Any: ...
+
+    def device_of(self, component: str) -> torch.device: ...
 
     def numerics(self, component: str) -> dict[str, Any]: ...
 

@@ -104,7 +104,7 @@ def _component_level(clip: _Clip, library: WanLibrary) -> Iterator[GateReport]:
             chunks=clip.chunks,
             shape=(1, clip.shape[1], clip.options.chunk, clip.shape[3], clip.shape[4]),
             dtype=instance.dtype(clip.spec.components["denoiser"]),
-            device=instance.device,
+            device=instance.device_of(clip.spec.components["denoiser"]),
         )
     )
     parts = latents.split(clip.options.chunk, dim=2)
