@@ -73,18 +73,23 @@ def test_texts_of_unequal_lengths_in_one_forward(lm: ModelInstance) -> None:
 
 
 def test_a_step_beside_a_longer_text_is_counted_as_padded(lm: ModelInstance) -> None:
+    long = replace(TEXT, prompt=TEXT.prompt * 5)
+    alone, beside = (_peak_of_a_token(lm, others) for others in ([], [long]))
+    assert beside > 2 * alone
+
+
+def _peak_of_a_token(lm: ModelInstance, others: list[Request]) -> int:
+    """Bytes of a text's step once it and the others have their first token."""
     engine = Engine(batching="shape", kv_bytes=2**22)
-    short = engine.submit(TEXT, lm)
-    engine.tick()
-    short._running.plan()
-    alone = engine._peak_bytes(short)
-    engine.submit(replace(TEXT, prompt=TEXT.prompt * 5), lm)
-    engine.tick()
-    engine.tick()
-    short._running.plan()
-    assert engine._peak_bytes(short) > 2 * alone
+    text, *rest = [engine.submit(request, lm) for request in (replace(TEXT, max_tokens=100), *others)]
+    while any(handle.progress[0] == 0 for handle in (text, *rest)):
+        engine.tick()
+    text._running.plan()
+    peak = engine._peak_bytes(text)
+    text.cancel()
     while engine.tick():
         pass
+    return peak
 
 
 @pytest.mark.parametrize("batching", ["off", "shape"])
