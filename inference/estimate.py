@@ -36,8 +36,9 @@ def tokens_of_call(call: ModelCall, card: ModelCard) -> int:
     """Tokens of one row of a call: of the transformer where it has latents, else of the first input's second dim."""
     latents = call.tensors.get("latents")
     if latents is not None and latents.ndim == 5:
-        frames, height, width = (n // p for n, p in zip(latents.shape[2:], card.geometry.patch, strict=True))
-        return max(1, frames * height * width)
+        _, _, frames, height, width = latents.shape
+        t, h, w = card.geometry.patch
+        return max(1, (frames // t) * (height // h) * (width // w))
     shape = next(iter(call.tensors.values())).shape
     return shape[1] if len(shape) > 1 else 1
 
