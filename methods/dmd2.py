@@ -285,7 +285,10 @@ class DMD2(Method):
         critic = ctx.roles.instance(CRITIC)
         with features_of(ctx.roles.module(CRITIC)) as kept:
             predicted = velocity(critic, x_s, sigma_B, rows.text_NLD[part], gradient=True)
-        return ctx.roles[HEAD](kept[-1]), predicted
+        # The velocity stays in D's graph, with no weight: FSDP2 gathers the outermost weights for a backward that comes
+        # through the model's output, and the first layers are among them.
+        whole = 0 * predicted.flatten(1).sum(1)
+        return ctx.roles[HEAD](kept[-1]) + whole, predicted
 
     # -- the critic
 

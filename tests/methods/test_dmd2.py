@@ -420,15 +420,16 @@ def others_of(method: DMD2, training: Any) -> dict[str, Any]:
     return load_others(training.base(), cards)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
 def test_a_teacher_of_another_shape_scores_by_its_own_text(
-    training: Any, same_vae: Callable[..., Path], tmp_path: Path
+    training: Any, same_vae: Callable[..., Path], tmp_path: Path, lora: Any
 ) -> None:
     wide = swap_vae(same_vae(heads=3, layers=3, seed=5), tmp_path / "wide", training.folder)
-    method = dmd2(teacher=spec(wide))
+    method = dmd2(teacher=spec(wide), lora=lora)
     ctx = training.context(method, others=others_of(method, training))
     teacher, student = ctx.roles.instance(TEACHER), ctx.roles.instance(STUDENT)
     assert teacher.residents["text_encoder"] is not student.residents["text_encoder"]
-    shapes = {role: ctx.roles[role].config.num_layers for role in (TEACHER, CRITIC, STUDENT)}
+    shapes = {role: ctx.roles.module(role).config.num_layers for role in (TEACHER, CRITIC, STUDENT)}
     assert shapes == {TEACHER: 3, CRITIC: 2, STUDENT: 2}
     ours = ctx.roles.parameters_of(STUDENT)
     assert all(torch.equal(p, ours[key]) for key, p in ctx.roles.parameters_of(CRITIC).items())
