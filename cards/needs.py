@@ -16,7 +16,7 @@ from cards.card import Component, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node, active_nodes
 
-MODULE_KINDS = ("transformer", "vae", "text_encoder", "image_encoder", "causal_lm", "scorer")
+MODULE_KINDS = ("transformer", "vae", "text_encoder", "image_encoder", "causal_lm", "scorer", "action_embedding")
 """Kinds that hold weights; the others, such as a tokenizer, serve the whole task."""
 
 
@@ -30,10 +30,13 @@ class Needs:
     """Ids of the modules that they call, in the card's order."""
 
 
-def request_needs(card: ModelCard, task: str, *, guided: bool, pixels: bool) -> Needs:
-    """What a request of a task needs; ``guided`` and ``pixels`` as in :func:`cards.program.active_nodes`."""
+def request_needs(card: ModelCard, task: str, *, guided: bool, pixels: bool, written: Collection[str] = ()) -> Needs:
+    """What a request of a task needs; ``guided`` and ``pixels`` as in :func:`cards.program.active_nodes`. A node whose
+    slot is ``written`` already does not run."""
     _check_tasks(card, (task,))
-    nodes = active_nodes(card.programs[task], guided=guided, pixels=pixels)
+    nodes = tuple(
+        node for node in active_nodes(card.programs[task], guided=guided, pixels=pixels) if node.writes not in written
+    )
     called: set[str] = set()
     for node in nodes:
         called |= {node.component} if node.component is not None else set()

@@ -73,6 +73,8 @@ class Budget:
 
 KINDS = tuple(field.name for field in fields(Demand) if field.name != "weights")
 PEAK = KINDS.index("peak_bytes")
+BYTES_HELD = ("resident_bytes", "cache_bytes")
+"""Kinds that are memory and held from step to step."""
 Amounts = tuple[int, ...]
 """One whole number a kind, in the order of KINDS; seconds as nanoseconds, so that sums come back to exactly 0."""
 NONE: Amounts = (0,) * len(KINDS)
@@ -117,6 +119,13 @@ class Ticket:
         """Returns a part before the end, such as the seconds of a step that was taken; at most what is still held."""
         part = _amounts(Demand(seconds=seconds, resident_bytes=resident_bytes, cache_bytes=cache_bytes, slots=0))
         self._return(tuple(map(min, self._held, part)))
+
+    def keep_bytes(self) -> None:
+        """Returns all but resident and cache bytes: seconds, places and claims on weights."""
+        kept = {KINDS.index(kind) for kind in BYTES_HELD}
+        self._ledger._unclaim(self._weights)
+        self._weights = ()
+        self._return(tuple(0 if kind in kept else amount for kind, amount in enumerate(self._held)))
 
     def refund(self) -> None:
         """Returns all that is still held; a second time does nothing."""
@@ -221,6 +230,17 @@ class Ledger:
     def waiting(self) -> int:
         """Length of the line."""
         return len(self._line)
+
+    @property
+    def short_of_bytes(self) -> bool:
+        """Whether the first in line waits for memory that is held from step to step."""
+        if not self._line:
+            return False
+        need = self._line[0][1]._need
+        return any(
+            (limit := self._budget[kind]) is not None and self._used[kind] + need[kind] > limit
+            for kind in map(KINDS.index, BYTES_HELD)
+        )
 
     # -- requests
 

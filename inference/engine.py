@@ -35,6 +35,7 @@ from inference.fair_lock import FairLock
 from inference.handle import Cancelled, EngineFault, Handle
 from inference.instance import ModelInstance
 from inference.intake import Intake
+from inference.live_world import LiveWorld
 from inference.load import card_of
 from inference.peak import step_peak_bytes
 from inference.request import Request
@@ -130,6 +131,8 @@ class Engine:
         self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
         self._apart: dict[Handle, None] = {}
         """Requests that a run moves, past the line."""
+        self._idle_worlds: dict[LiveWorld, None] = {}
+        """Between two requests, holding bytes; in the order in which they became idle."""
         self._default: ModelInstance | None = None
 
     @property
@@ -168,14 +171,30 @@ class Engine:
         instance: ModelInstance | None = None,
         listener: StepListener | None = None,
         scope: CancelScope | None = None,
+        world: LiveWorld | None = None,
     ) -> Handle:
-        """Checks the request and takes it in; :meth:`tick` moves it.
+        """Checks the request and takes it in; :meth:`tick` moves it. ``world``: what it goes on from, whose
+        ``inference.session`` holds the ``round_lock``.
 
         Raises ``UserError`` for a request that is not valid, and ``AdmissionInfeasible`` for one that can never fit.
         """
-        handle = self._open(request, instance, listener, scope)
+        handle = self._open(request, instance, listener, scope, world)
         self._intake.put(handle)
+        if world is not None:
+            world.busy = True
+            self._idle_worlds.pop(world, None)
         return handle
+
+    def new_world(self) -> LiveWorld:
+        """An empty world, whose slab is held among the engine's caches."""
+        return LiveWorld(self.caches, self._idles)
+
+    def _idles(self, world: LiveWorld) -> None:
+        self._idle_worlds[world] = None
+
+    def forget(self, world: LiveWorld) -> None:
+        """The world holds nothing any more that others might need."""
+        self._idle_worlds.pop(world, None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until something was submitted, cancelled, suspended or resumed; False when ``timeout`` passed first."""
@@ -252,8 +271,9 @@ class Engine:
         ``EngineFault``, empties the caches, and the engine goes on with those that wait.
         """
         with self.round_lock:
-            for handle, failure in self._intake.settle():
-                self._finish(handle, failure)
+            self._settle()
+            while self.ledger.short_of_bytes and not self._intake.held and self._rest_a_world():
+                self._settle()
             if not self._intake.in_flight:
                 return False
             try:
@@ -263,6 +283,27 @@ class Engine:
                 self._lose(list(self._intake.in_flight), fault)
                 self.caches.features.clear()
             return True
+
+    def _settle(self) -> None:
+        for handle, failure in self._intake.settle():
+            self._finish(handle, failure)
+
+    def _rest_a_world(self) -> bool:
+        """Frees the bytes of the world that is idle longest, else of one whose request waits itself: it then asks for
+        them again, or whoever waits for them would wait for ever. False when there is none."""
+        if self._idle_worlds:
+            world = next(iter(self._idle_worlds))
+            self.forget(world)
+            world.rest()
+            return True
+        for handle in self._intake.in_line:
+            waiting = handle._running.world
+            if waiting is not None and waiting.held is not None:
+                waiting.rest()
+                handle.demand = waiting.whole
+                self._intake.again(handle)
+                return True
+        return False
 
     def _round(self) -> None:
         ready: dict[Hashable, Handle] = {h.id: h for h in list(self._intake.in_flight) if self._rounds.plan(h)}
@@ -340,13 +381,15 @@ class Engine:
         instance: ModelInstance | None,
         listener: StepListener | None,
         scope: CancelScope | None = None,
+        world: LiveWorld | None = None,
     ) -> Handle:
         """A checked request that only its caller moves."""
         target = instance if instance is not None else self._default
         if target is None:
             raise UserError("the engine has no model: call engine.load(card or folder) first")
         resolved = resolve(request, target.card)
-        running = Running(resolved, target, listener, self._texts.source(target))
+        kv = self._texts.source(target) if world is None else world.source
+        running = Running(resolved, target, listener, kv, world)
         demand = demand_of(
             resolved,
             running.nodes,
@@ -355,13 +398,18 @@ class Engine:
             cache_bytes=self._texts.bytes_of(resolved, running.nodes, target),
             weights=self._residency.claims(target, running.components),
         )
+        if world is not None:
+            demand = world.demand(demand, resolved, running.nodes, target)
         settled = self._chain.settle(request.extensions)
         return Handle(running, demand, scope, self._intake.change, settled)
 
     def _finish(self, handle: Handle, failure: BaseException | None) -> None:
-        kv = handle._running.kv
+        kv, world = handle._running.kv, handle._running.world
+        if world is not None and handle._ticket is not None:
+            handle._ticket = world.keep(handle._ticket)
         handle._finish(failure)
-        self._texts.close(kv)
+        if world is None:
+            self._texts.close(kv)
         self._intake.drop(handle)
         for observer in self._rounds.observers:
             observer.on_finish(handle.id, handle._running.failure)

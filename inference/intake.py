@@ -88,6 +88,19 @@ class Intake:
             handle._ticket.refund()
             handle._ticket = None
 
+    def again(self, handle: Handle) -> None:
+        """A request in line asks anew, for its demand as it is now."""
+        assert handle._place is not None
+        handle._place.withdraw()
+        del self._line[handle._place]
+        handle._place = None
+        self._inbox.append(handle)
+
+    @property
+    def in_line(self) -> list[Handle]:
+        """Requests that wait for admission and were looked at."""
+        return list(self._line.values())
+
     def everybody(self) -> list[Handle]:
         """All requests that are not over, those in flight first."""
         return [*self.in_flight, *self.resting, *self._line.values(), *self._inbox]

@@ -70,6 +70,9 @@ class Request:
     """Loop node of the program -> fields of this request that differ there, such as ``{"refine": {"steps": 4}}``."""
     extensions: Mapping[str, Mapping[str, Any]] | None = None
     """Name of an interceptor that the engine has -> its parameters for this request."""
+    actions: tuple[str, ...] | None = None
+    """Of a clip that a card with actions makes chunk by chunk: one a chunk, by name. None is the card's first for all.
+    """
     inputs: Mapping[str, Tensor] | None = None
     """The tensors that the task's program declares, by name: ``pixels`` of a score is uint8 RGB (F, H, W, 3), F = 1 for
     a picture. They are read while the request runs: not to be written to before it is done."""

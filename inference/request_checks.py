@@ -11,7 +11,18 @@ from inference.scheduling.policy import PRIORITY_RANGE
 from loops.loop import Profile
 
 MAX_SEED = 2**63 - 1
-CLIP_ONLY = ("negative_prompt", "frames", "height", "width", "steps", "guidance", "guidance_policy", "solver", "shift")
+CLIP_ONLY = (
+    "negative_prompt",
+    "frames",
+    "height",
+    "width",
+    "steps",
+    "guidance",
+    "guidance_policy",
+    "solver",
+    "shift",
+    "actions",
+)
 TEXT_ONLY = ("messages", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
 

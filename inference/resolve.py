@@ -102,7 +102,7 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
         "seed": default(request.seed, secrets.randbelow(2**31)),
     }
     negative_prompt = default(request.negative_prompt, s.negative_prompt)
-    problems = _problems(request, card, values, negative_prompt)
+    problems = _problems(request, card, values, negative_prompt, spec.kind)
     if problems:
         raise UserError("the request cannot run: " + "; ".join(problems))
     if ladder is not None and values["steps"] != len(ladder):
@@ -120,7 +120,10 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
             f"got solver={values['solver']!r}; {card.name} was distilled for the ladder {list(ladder)} by "
             f"{spec.solver!r}: leave solver out"
         )
-    params = SamplingParams(**{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])})
+    params = SamplingParams(
+        **{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])},
+        actions=() if request.actions is None else tuple(request.actions),
+    )
     check_params(params, spec, card)
     return ResolvedRequest(
         request=replace(request, seed=params.seed),
@@ -129,9 +132,11 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
     )
 
 
-def _problems(request: Request, card: ModelCard, values: dict[str, Any], negative_prompt: Any) -> list[str]:
+def _problems(
+    request: Request, card: ModelCard, values: dict[str, Any], negative_prompt: Any, spec_kind: str
+) -> list[str]:
     """Everything that is wrong with the settled values."""
-    found = foreign(request, TEXT_ONLY) + [
+    found = foreign(request, TEXT_ONLY if spec_kind == CHUNK_LOOP else (*TEXT_ONLY, "actions")) + [
         f"{name}: got {value!r}, expected a string"
         for name, value in (("prompt", request.prompt), ("negative_prompt", negative_prompt))
         if not isinstance(value, str)
@@ -161,6 +166,8 @@ def _problems(request: Request, card: ModelCard, values: dict[str, Any], negativ
             found.append(str(error))
     if values["solver"] not in SOLVERS:
         found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
+    if isinstance(request.actions, str):
+        found.append(f"actions: got the string {request.actions!r}, expected a tuple of names, one a chunk")
     if request.output not in OUTPUTS:
         found.append(f"output: got {request.output!r}, expected one of {', '.join(OUTPUTS)}")
     found += run_problems(request) + input_problems(request.inputs, card.programs[request.task], request.task)

@@ -16,6 +16,7 @@ from torch import Tensor
 from cards.needs import request_needs
 from inference.artifact import Artifact, Provenance, to_uint8
 from inference.instance import ModelInstance
+from inference.live_world import LiveWorld
 from inference.request import ResolvedRequest
 from inference.stream import Frames
 from loops.ar_decode import Completion
@@ -51,22 +52,26 @@ class Running:
         instance: ModelInstance,
         listener: StepListener | None = None,
         kv: Any = None,
+        world: LiveWorld | None = None,
     ):
         """``kv`` (as :class:`LoopContext` has it) opens this request's KV, which its owner frees when the request ends;
-        None: it goes with us."""
+        None: it goes with us. ``world``: what the request goes on from, and leaves changed if it completes."""
         self.resolved = resolved
         self.kv = kv
+        self.world = world
         self.instance = instance
         self.listener = listener
         self.started = time.monotonic()
         task, guided, pixels = resolved.request.task, resolved.guided, resolved.pixels
-        needs = request_needs(instance.card, task, guided=guided, pixels=pixels)
+        known = {} if world is None else _moved(world.slots, instance.device)
+        needs = request_needs(instance.card, task, guided=guided, pixels=pixels, written=known)
         self.nodes, self.components = needs.nodes, needs.components
         self.cursor = 0
         self.slots: dict[str, Any] = {
             "prompt": resolved.prompt,
             "negative_prompt": resolved.negative_prompt,
             **({} if resolved.request.inputs is None else resolved.request.inputs),
+            **known,
         }
         self.steps_done = 0
         loops = instance.card.loops
@@ -85,7 +90,7 @@ class Running:
         self._state: LoopState | None = None
         self._plan: WorkPlan | None = None
         self._rest: _Rest | None = None
-        self._frames_out = 0
+        self._frames_out = 0 if world is None else world.frames
 
     def plan(self) -> WorkPlan | None:
         """The next step, the same until ``advance``; None when the request is complete."""
@@ -104,6 +109,7 @@ class Running:
                     capture=frozenset(self.resolved.request.capture),
                     kv=self.kv,
                     pixels=self.resolved.pixels,
+                    world=None if self.world is None else self.world.state,
                 )
                 self._state = self._loop.init(self.resolved.params_of(node.id), self.instance, ctx)
             assert self._loop is not None
@@ -174,6 +180,8 @@ class Running:
     def end(self, failure: BaseException | None) -> None:
         """The request is over; what it held is let go, weights that only it still used among them."""
         self.failure = failure
+        if self.world is not None:
+            self.world.settle(self.slots if failure is None else None, self._frames_out)
         vars(self).pop("instance", None)
         self._loop = self._state = self._plan = self._rest = None
         self.slots = {}

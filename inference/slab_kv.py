@@ -1,9 +1,9 @@
 """What chunked rollouts hold, counted before a request is admitted: a slab each, in the engine's slab pool, and what
-the decoder keeps."""
+the decoder keeps. One that goes on later keeps both."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from cards.card import LoopSpec
 from cards.chunks import chunk_count
@@ -43,23 +43,37 @@ def rolls_out(loops: Sequence[LoopSpec]) -> bool:
 
 def slab_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance) -> int:
     """What the slabs of a request's rollouts hold from their first step on."""
-    card, total = instance.card, 0
+    return sum(spec.slab_bytes for spec, _ in _slabs(resolved, nodes, instance, goes_on=False))
+
+
+def world_slab(resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance) -> tuple[SlabSpec, int]:
+    """The slab of a request whose rollout may go on later, and the bytes of that and of the chunks that it keeps so
+    that they can come back. Raises ``UserError`` where the card sets no bound."""
+    ((spec, chunks),) = _slabs(resolved, nodes, instance, goes_on=True)
+    return spec, spec.slab_bytes + spec.layers * min(chunks, spec.window_chunks) * spec.chunk_bytes
+
+
+def _slabs(
+    resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance, *, goes_on: bool
+) -> Iterator[tuple[SlabSpec, int]]:
+    """Of each rollout: its slab, and its chunks."""
+    card = instance.card
     for node in nodes:
         if node.loop is None or card.loops[node.loop].kind != CHUNK_LOOP:
             continue
         spec, params = card.loops[node.loop], resolved.params_of(node.id)
         options, component = read_options(ChunkOptions, spec, card), spec.components["denoiser"]
         channels, _, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
+        chunks = chunk_count(params.frames, options.chunk, card.geometry)
         slab = slab_spec(
             instance.config(component),
             options,
-            chunks=chunk_count(params.frames, options.chunk, card.geometry),
+            chunks=None if goes_on else chunks,
             shape=(1, channels, options.chunk, height, width),
             dtype=instance.dtype(component),
             device=instance.device_of(component),
         )
-        total += slab.slab_bytes
-    return total
+        yield slab, chunks
 
 
 def features_bytes(resolved: ResolvedRequest, nodes: Sequence[Node], instance: ModelInstance) -> int:

@@ -5,6 +5,9 @@ next rung. The last one is the chunk: it is decoded, its frames may leave, and o
 overwrites its keys and values with those of the clean chunk, which the chunks after it see (Self Forcing,
 arXiv 2506.08009, Alg. 1). Noise is drawn chunk by chunk from the request's generator, in the order in which it is used.
 
+A clip that may go on later continues from a :class:`World` and leaves one. Where the card names actions, each chunk is
+under one of them: its embedding, evaluated once for all chunks before the first, goes with every forward of the chunk.
+
 A training rollout (:func:`rollout`) is this loop with noises that are given, an early exit from the ladder and a
 gradient in the exit rung. Knows nothing about a family's network or decoder.
 
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from cards.card import LoopSpec, ModelCard
 from cards.chunks import chunk_count, settled_window
-from cards.errors import UserError
+from cards.errors import UserError, unknown_name
 from cards.prediction import add_noise, network_timestep, velocity_to_x0
 from loops.loop import (
     BehaviourRecord,
@@ -47,7 +50,8 @@ from loops.slab import SlabHandle, SlabSource, SlabSpec
 KV = ("kv", "main")
 FEATURES = ("decoder", "main")
 NOISES = "noises"
-Phase = Literal["rung", "decode", "context"]
+WORLD = "world"
+Phase = Literal["actions", "rung", "decode", "context"]
 
 
 class ChunkOptions(LoopOptions):
@@ -61,6 +65,8 @@ class ChunkOptions(LoopOptions):
     """First chunks that attention sees for ever beyond the window."""
     context_noise: float = Field(default=0.0, ge=0, lt=1)
     """Sigma to which a finished chunk is noised for the pass that keeps its keys and values."""
+    actions: tuple[str, ...] = ()
+    """Names of the actions that a chunk may be under, the first of them meaning none; () where the card has none."""
 
     def check(self, spec: LoopSpec, card: ModelCard) -> None:
         problems = []
@@ -74,6 +80,13 @@ class ChunkOptions(LoopOptions):
             problems.append(f"chunk: got {self.chunk}, expected a multiple of {card.geometry.patch[0]} (a patch)")
         if not {"denoiser", "decoder"} <= set(spec.components):
             problems.append(f"components: got {sorted(spec.components)}, expected the parts denoiser and decoder")
+        if len(set(self.actions)) != len(self.actions):
+            problems.append(f"actions: got {list(self.actions)}, expected each name once")
+        if bool(self.actions) != ("actions" in spec.components):
+            problems.append(
+                f"actions: got {len(self.actions)} names and parts {sorted(spec.components)}; expected names with a "
+                "part actions, which embeds them, or neither"
+            )
         try:
             chunk_count(card.sampling.frames, self.chunk, card.geometry)
         except UserError as error:
@@ -86,7 +99,19 @@ class ChunkOptions(LoopOptions):
             raise UserError(
                 f"guidance: got {params.guidance:g}, expected 1: {card.name} rolls out without guidance; leave it out"
             )
-        chunk_count(params.frames, self.chunk, card.geometry)
+        self.action_ids(params.actions, chunk_count(params.frames, self.chunk, card.geometry), card.name)
+
+    def action_ids(self, names: Sequence[str], chunks: int, card: str) -> list[int]:
+        """The actions of a clip of ``chunks`` chunks, each as its place in the card's list; without any, the first for
+        every chunk. Empty for a card without actions. Raises ``UserError`` for other names or another number."""
+        if names and not self.actions:
+            raise UserError(f"actions: got {list(names)}, expected nothing: {card} has no actions")
+        for name in names:
+            if name not in self.actions:
+                raise unknown_name(f"action of {card}", str(name), self.actions)
+        if names and len(names) != chunks:
+            raise UserError(f"actions: got {len(names)}, expected one a chunk: {chunks}")
+        return [self.actions.index(name) for name in (names if names else self.actions[:1] * chunks)]
 
 
 def steps_per_chunk(rungs: int, *, pixels: bool) -> int:
@@ -137,6 +162,24 @@ class Walk:
     seconds: float
     """Predicted, of one forward of the network."""
     record: bool
+    first: int = 0
+    """Chunks that came before this rollout's own."""
+    goes_on: bool = False
+    """Whether another rollout may follow."""
+    embedder: str | None = None
+    """Component that embeds actions; None where the card has none."""
+    actions: tuple[int, ...] = ()
+    """Of each chunk, its place in the card's list."""
+
+    @property
+    def lead(self) -> int:
+        """Steps before the first chunk."""
+        return self.embedder is not None
+
+    @property
+    def total(self) -> int:
+        """Steps in all."""
+        return self.lead + self.chunks * self.per_chunk
 
     @property
     def per_chunk(self) -> int:
@@ -148,15 +191,33 @@ class Walk:
         return len(self.sigmas) + (self.context_noise > 0)
 
     def at(self, step: int) -> tuple[int, Phase, int]:
-        """(chunk, phase, rung) of a step; the rung is 0 outside the ladder."""
-        chunk, k = divmod(step, self.per_chunk)
+        """(chunk of this rollout, phase, rung) of a step; the rung is 0 outside the ladder."""
+        if step < self.lead:
+            return 0, "actions", 0
+        chunk, k = divmod(step - self.lead, self.per_chunk)
         if k < len(self.sigmas):
             return chunk, "rung", k
         return chunk, "decode" if self.decoder is not None and k == len(self.sigmas) else "context", 0
 
 
+@dataclass(frozen=True)
+class World:
+    """A rollout between two chunks, for one that goes on later; what a rollout of the same seed draws and sees next."""
+
+    chunks: int = 0
+    """Rolled out so far."""
+    kv: SlabHandle | None = None
+    """None before the first chunk. Written in place by the rollout that goes on, which marks it first: whoever made the
+    world commits the slab, or rolls it back."""
+    features: list[Any] | None = None
+    """Of the decoder; None before the first decode. Never written to."""
+    generator: Tensor | None = None
+    """State of the generator of noises; None is that of the seed."""
+
+
 class ChunkRolloutLoop(Loop):
-    """``chunk_rollout``. Reads the slot ``text``; gives latents and, for pixels, the slot ``video``."""
+    """``chunk_rollout``. Reads the slot ``text``; gives latents and, for pixels, the slot ``video``; of a clip that may
+    go on the slot ``world``."""
 
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None and params is not None
@@ -171,11 +232,25 @@ class ChunkRolloutLoop(Loop):
             (1, *shape),
             pixels=ctx.pixels,
             record=ctx.profile is not Profile.SERVE,
+            actions=params.actions,
         )
         source = ctx.kv if isinstance(ctx.kv, SlabSource) else None
-        kv = SlabHandle(_slab_spec(instance, walk, options), source)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        state = _begin(walk, ctx.slots["text"], kv, params)
+        features: list[Any] | None = None
+        if ctx.world is None:
+            kv = SlabHandle(_slab_spec(instance, walk, options), source)
+        else:
+            world: World = ctx.world
+            walk = replace(walk, first=world.chunks, goes_on=True)
+            kv = world.kv if world.kv is not None else SlabHandle(_slab_spec(instance, walk, options), source)
+            if kv.resting:
+                kv.wake()
+            kv.mark()
+            if world.generator is not None:
+                generator.set_state(world.generator)
+            if world.features is not None and walk.decoder is not None:
+                features = _features_on(world.features, instance.device_of(walk.decoder))
+        state = _begin(walk, ctx.slots["text"], kv, params, features)
         captured = {**state.captured, **{name: [] for name in ctx.capture}}
         return _fresh(replace(state, generator=generator, captured=captured))
 
@@ -184,7 +259,11 @@ class ChunkRolloutLoop(Loop):
             return Done()
         walk: Walk = state.facts["walk"]
         chunk, phase, rung = walk.at(state.step)
-        where = f"chunk {chunk + 1}/{walk.chunks}"
+        where = f"chunk {walk.first + chunk + 1}/{walk.first + walk.chunks}"
+        if phase == "actions":
+            assert walk.embedder is not None
+            call = ModelCall(walk.embedder, "embed", {"ids": torch.tensor([walk.actions])})
+            return WorkPlan(WorkUnit.ENCODER_CHUNK, (call,), "actions")
         if phase == "decode":
             assert walk.decoder is not None
             tensors = {"latents": state.captured["x0"][-1].detach()}
@@ -194,9 +273,10 @@ class ChunkRolloutLoop(Loop):
         latents = state.tensors["latents"] if phase == "rung" else state.tensors["latents"].detach()
         sigma_B = torch.full((latents.shape[0],), sigma, device=latents.device)
         tensors = {"latents": latents, "timestep": network_timestep(sigma_B), "text": state.tensors["text"]}
-        call = ModelCall(
-            walk.component, "velocity_chunk", tensors, {**walk.static, "index": chunk}, state=state.plugins[KV]
-        )
+        if walk.embedder is not None:
+            tensors["action"] = state.tensors["actions"][:, chunk].expand(latents.shape[0], -1)
+        static = {**walk.static, "index": walk.first + chunk}
+        call = ModelCall(walk.component, "velocity_chunk", tensors, static, state=state.plugins[KV])
         label = f"{where}, rung {rung + 1}/{len(walk.sigmas)}" if phase == "rung" else f"{where}, context"
         return WorkPlan(WorkUnit.CHUNK_STEP, (call,), label, Resources(seconds=walk.seconds))
 
@@ -205,6 +285,8 @@ class ChunkRolloutLoop(Loop):
         chunk, phase, rung = walk.at(state.step)
         (output,) = result.outputs
         moved = replace(state, step=state.step + 1)
+        if phase == "actions":
+            return replace(moved, tensors={**moved.tensors, "actions": output})
         if phase == "decode":
             return _kept(moved, video=output)
         if phase == "context":
@@ -229,7 +311,9 @@ class ChunkRolloutLoop(Loop):
             sigmas = torch.tensor(walk.sigmas, dtype=torch.float32).repeat(walk.chunks)
             kept = {n: torch.cat(rows) for n, rows in state.captured.items() if n in ("trajectory", "velocities")}
             behaviour = BehaviourRecord(sigmas, network_timestep(sigmas), **kept)
-        also = {"video": clip["video"]} if "video" in clip else {}
+        also: dict[str, Any] = {"video": clip["video"]} if "video" in clip else {}
+        if walk.goes_on:
+            also[WORLD] = _world_of(state)
         return LoopResult(clip["x0"], behaviour, also)
 
 
@@ -244,8 +328,9 @@ def _walk(
     *,
     pixels: bool,
     record: bool,
+    actions: Sequence[str] = (),
 ) -> Walk:
-    """``shape_BCTHW``: of the whole clip."""
+    """``shape_BCTHW``: of the whole clip. ``actions``: names, one a chunk; none is the card's first for all."""
     options = read_options(ChunkOptions, spec, instance.card)
     batch, channels, frames, height, width = shape_BCTHW
     component, patch = spec.components["denoiser"], instance.card.geometry.patch
@@ -260,6 +345,8 @@ def _walk(
         context_noise=options.context_noise,
         seconds=spec.cost.base_seconds + spec.cost.per_token_seconds * tokens,
         record=record,
+        embedder=spec.components.get("actions"),
+        actions=tuple(options.action_ids(actions, frames // options.chunk, instance.card.name)),
     )
 
 
@@ -267,7 +354,7 @@ def _slab_spec(instance: Instance, walk: Walk, options: ChunkOptions) -> SlabSpe
     return slab_spec(
         instance.config(walk.component),
         options,
-        chunks=walk.chunks,
+        chunks=None if walk.goes_on else walk.chunks,
         shape=walk.shape,
         dtype=instance.dtype(walk.component),
         device=instance.device_of(walk.component),
@@ -278,14 +365,25 @@ def slab_spec(
     config: Any,
     options: ChunkOptions,
     *,
-    chunks: int,
+    chunks: int | None,
     shape: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> SlabSpec:
-    """The slab of a rollout of ``chunks`` chunks of ``shape`` (B, C, T, H, W), by a diffusers transformer's config."""
+    """The slab of a rollout of ``chunks`` chunks of ``shape`` (B, C, T, H, W), by a diffusers transformer's config.
+
+    ``chunks`` None: of one without end. Raises ``UserError`` where such a one would grow without bound.
+    """
     batch, _, frames, height, width = shape
-    window, sinks = settled_window(chunks, options.window, options.sinks)
+    if chunks is not None:
+        window, sinks = settled_window(chunks, options.window, options.sinks)
+    elif options.window is not None:
+        window, sinks = options.window, options.sinks
+    else:
+        raise UserError(
+            "window: got none, which sees every chunk there ever was; a session has no end and needs a bound: "
+            "card.window=<chunks>, or cards.wan_causal.card.with_rollout(card, window=<chunks>)"
+        )
     patch = config.patch_size
     return SlabSpec(
         layers=config.num_layers,
@@ -300,15 +398,34 @@ def slab_spec(
     )
 
 
-def _begin(walk: Walk, text_BLD: Tensor, kv: SlabHandle, params: SamplingParams | None) -> LoopState:
-    """The state before its first noise."""
+def _features_on(features: list[Any], device: torch.device | str) -> list[Any]:
+    """A decoder's features in a new list, on a device."""
+    return [item.to(device) if isinstance(item, Tensor) else item for item in features]
+
+
+def _world_of(state: LoopState) -> World:
+    """What a complete rollout leaves to the next."""
+    walk: Walk = state.facts["walk"]
+    assert state.generator is not None
+    features = state.plugins[FEATURES].features if walk.decoder is not None else None
+    return World(walk.first + walk.chunks, state.plugins[KV], features, state.generator.get_state())
+
+
+def _begin(
+    walk: Walk,
+    text_BLD: Tensor,
+    kv: SlabHandle,
+    params: SamplingParams | None,
+    features: list[Any] | None = None,
+) -> LoopState:
+    """The state before its first noise. ``features``: what the decoder kept of the chunks before."""
     decoding = walk.decoder is not None
     return LoopState(
         step=0,
-        total=walk.chunks * walk.per_chunk,
+        total=walk.total,
         params=params,
         tensors={"text": text_BLD},
-        plugins={KV: kv, **({FEATURES: DecoderFeatures()} if decoding else {})},
+        plugins={KV: kv, **({FEATURES: DecoderFeatures(features)} if decoding else {})},
         captured={"x0": [], **({"video": []} if decoding else {})},
         facts={"walk": walk},
     )
@@ -354,7 +471,7 @@ class Rollout:
     sigma: float
     """Of the exit rung."""
     calls: int
-    """Forwards of the network: (exit + 2) a chunk."""
+    """Forwards of the denoiser: (exit + 2) a chunk."""
     gradient_calls: int
     """Those of them that carried gradient."""
 
@@ -415,7 +532,7 @@ def rollout(
         (call,) = plan.calls
         output = instance.call(call, Profile.TRAIN if with_gradient else Profile.ROLLOUT)
         state = loop.advance(state, StepResult((output,)))
-        calls, gradient_calls = calls + 1, gradient_calls + with_gradient
+        calls, gradient_calls = calls + (phase != "actions"), gradient_calls + with_gradient
     return Rollout(loop.finalize(state).value, walk.sigmas[-1], calls, gradient_calls)
 
 

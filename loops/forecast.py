@@ -63,12 +63,13 @@ def _chunks(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> Forec
     chunk = read_options(ChunkOptions, spec, card).chunk
     _, _, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
     chunks = chunk_count(params.frames, chunk, card.geometry)
+    embeds = "actions" in spec.components
     return Forecast(
-        steps=chunks * steps_per_chunk(params.steps, pixels=pixels),
+        steps=embeds + chunks * steps_per_chunk(params.steps, pixels=pixels),
         rows=1,
         tokens=_tokens((chunk, height, width), card.geometry),
         frames=chunk,
-        turns={"denoiser": chunks * (params.steps + 1), "decoder": chunks * pixels},
+        turns={"denoiser": chunks * (params.steps + 1), "decoder": chunks * pixels, "actions": int(embeds)},
     )
 
 

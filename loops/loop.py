@@ -147,6 +147,8 @@ class SamplingParams:
     solver: str
     shift: float
     seed: int
+    actions: tuple[str, ...] = ()
+    """One a chunk, of those that a card of chunked clips names; () where it names none."""
 
     @property
     def guided(self) -> bool:
@@ -240,6 +242,8 @@ class LoopContext:
     cache of its own."""
     pixels: bool = True
     """The request wants more than latents."""
+    world: Any = None
+    """What a clip that may go on later continues from, a ``loops.chunk_rollout.World``; None begins and ends one."""
 
 
 @dataclass

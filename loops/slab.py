@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -176,6 +176,13 @@ class Slab(SlabKV):
         with torch.inference_mode(False):  # a slab that is made within a forward must stay writable after it
             self._k_LBTHD = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
             self._v_LBTHD = torch.zeros_like(self._k_LBTHD)
+        self._mark: list[int] | None = None
+        """Chunks of each layer at the mark."""
+        self._left: list[list[KV]] = [[] for _ in range(spec.layers)]
+        """Of each layer, chunks from before the mark that have left the window since."""
+        self._moved = [0] * spec.layers
+        """Slots by which a layer's window has rolled since the mark."""
+        self._rolling = False
 
     @property
     def bytes(self) -> int:
@@ -193,21 +200,72 @@ class Slab(SlabKV):
         """All that it holds, in host memory."""
         tokens = len(self.spec.visible(max(self._chunks))) * self.spec.chunk_tokens
         k, v = (store[:, :, :tokens].cpu().clone() for store in (self._k_LBTHD, self._v_LBTHD))
-        return {"chunks": [*self._chunks], "k": k, "v": v}
+        left = [[(k.cpu(), v.cpu()) for k, v in chunks] for chunks in self._left]
+        return {"chunks": [*self._chunks], "k": k, "v": v, "mark": self._mark, "left": left, "moved": [*self._moved]}
 
     def fill(self, contents: dict[str, Any]) -> None:
         """Takes what :meth:`contents` gave, of a slab of this spec."""
-        self._chunks = [*contents["chunks"]]
+        self._chunks, self._mark, self._moved = [*contents["chunks"]], contents["mark"], [*contents["moved"]]
+        device = self.spec.device
+        self._left = [[(k.to(device), v.to(device)) for k, v in chunks] for chunks in contents["left"]]
         for store, kept in ((self._k_LBTHD, contents["k"]), (self._v_LBTHD, contents["v"])):
             store[:, :, : kept.shape[2]].copy_(kept)
+
+    # -- a mark to go back to
+
+    def mark(self) -> None:
+        """From here on :meth:`rollback` may undo what is appended, at the cost of keeping the chunks that leave the
+        window. A chunk from before the mark is not to be overwritten."""
+        assert self._mark is None
+        self._mark = [*self._chunks]
+
+    def commit(self) -> None:
+        """What was appended since the mark stays; without a mark, nothing."""
+        layers = range(self.spec.layers)
+        self._mark, self._left, self._moved = None, [[] for _ in layers], [0 for _ in layers]
+
+    def rollback(self) -> bool:
+        """The window as it was at the mark, to the bit; without a mark, nothing. False where it cannot be had again,
+        after an interrupt amid a move of chunks."""
+        if self._rolling:
+            return False
+        if self._mark is not None:
+            for layer, before in enumerate(self._mark):
+                self._unroll(layer, before)
+                self._chunks[layer] = before
+        self.commit()
+        return True
+
+    def _unroll(self, layer: int, before: int) -> None:
+        """Moves a layer's chunks back to where they lay when it had ``before`` of them."""
+        slots, sinks = self.spec.sink_chunks + self.spec.window_chunks, self.spec.sink_chunks
+        moved, left = self._moved[layer], self._left[layer]
+        if moved == 0:
+            return
+        for slot in reversed(range(sinks + len(left), min(before, slots))):
+            for store in (self._k_LBTHD, self._v_LBTHD):
+                self._slot(store, layer, slot).copy_(self._slot(store, layer, slot - moved))
+        for slot, (k_BTHD, v_BTHD) in enumerate(left, start=sinks):
+            self._write(layer, slot, k_BTHD, v_BTHD)
+
+    def _keep_oldest(self, layer: int) -> None:
+        """Before a roll: the chunk that leaves, where it is from before the mark."""
+        sinks, window = self.spec.sink_chunks, self.spec.window_chunks
+        if self._mark is not None and self._chunks[layer] - window < self._mark[layer]:
+            k, v = (self._slot(store, layer, sinks).clone() for store in (self._k_LBTHD, self._v_LBTHD))
+            self._left[layer].append((k, v))
 
     def _append(self, layer: int, index: int, k_BTHD: Tensor, v_BTHD: Tensor) -> None:
         _refuse_graph(k_BTHD, v_BTHD)
         slots = self.spec.sink_chunks + self.spec.window_chunks
         if index >= slots:
+            self._keep_oldest(layer)
+            self._rolling = True
             for store in (self._k_LBTHD, self._v_LBTHD):
                 for slot in range(self.spec.sink_chunks, slots - 1):
                     self._slot(store, layer, slot).copy_(self._slot(store, layer, slot + 1))
+            self._moved[layer] += self._mark is not None
+            self._rolling = False
         self._write(layer, min(index, slots - 1), k_BTHD, v_BTHD)
 
     def _overwrite(self, layer: int, chunk: int, slot: int, k_BTHD: Tensor, v_BTHD: Tensor) -> None:
@@ -308,6 +366,48 @@ class SlabHandle:
         slab, contents = self._open(), self._contents
         slab.fill(contents)
         self._store, self._contents = slab, None
+
+    # -- a rollout that goes on later
+
+    @property
+    def resting(self) -> bool:
+        return self._store is None
+
+    def mark(self) -> None:
+        """See :meth:`Slab.mark`."""
+        assert isinstance(self._store, Slab)
+        self._store.mark()
+
+    def commit(self) -> None:
+        """See :meth:`Slab.commit`."""
+        assert isinstance(self._store, Slab)
+        self._store.commit()
+
+    def rollback(self) -> bool:
+        """See :meth:`Slab.rollback`; one at rest is rolled back where it is."""
+        if self._store is not None:
+            assert isinstance(self._store, Slab)
+            return self._store.rollback()
+        slab = Slab(replace(self._spec, device="cpu"))
+        assert self._contents is not None
+        slab.fill(self._contents)
+        done, self._contents = slab.rollback(), slab.contents()
+        return done
+
+    def contents(self) -> dict[str, Any]:
+        """All that it holds, in host memory; at rest too. Not to be written to."""
+        if self._store is None:
+            assert self._contents is not None
+            return self._contents
+        assert isinstance(self._store, Slab)
+        return self._store.contents()
+
+    @classmethod
+    def at_rest(cls, spec: SlabSpec, source: SlabSource | None, contents: dict[str, Any]) -> SlabHandle:
+        """One that holds what :meth:`contents` of another gave; no slab is opened until :meth:`wake`."""
+        handle = cls.__new__(cls)
+        handle._spec, handle._source, handle._contents, handle._store = spec, source, contents, None
+        return handle
 
     def _open(self) -> Slab:
         return Slab(self._spec) if self._source is None else self._source.open_slab(self._spec)

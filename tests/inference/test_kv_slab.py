@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cards.errors import UserError
 from inference.cache.budget import ByteBudget, CacheExhausted
 from inference.cache.slab import SlabKV, SlabPool, SlabSpec
+from loops.slab import SlabHandle
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 3, 2, 4
 
@@ -223,3 +224,53 @@ def test_training_counts_every_chunk_it_keeps() -> None:
     assert slab.chunks(0) == 2
     pool.close("a")
     assert budget.used_bytes == 0
+
+
+@given(
+    window=st.integers(1, 3),
+    sink=st.integers(0, 2),
+    before=st.integers(0, 7),
+    puts=st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=24),
+    rests=st.booleans(),
+)
+@settings(deadline=None)
+def test_a_slab_goes_back_to_its_mark_to_the_bit(
+    window: int, sink: int, before: int, puts: list[tuple[int, bool]], rests: bool
+) -> None:
+    """Whatever was appended and overwritten since, layer by layer, at rest too; what follows is as if it was not."""
+    spec = spec_of(window=window, sink=sink)
+    handle, plain = SlabHandle(spec), SlabHandle(spec)
+    for slab in (handle.store, plain.store):
+        for index in range(before):
+            for layer in range(2):
+                slab.put(layer, index, *chunk(10 * index + layer))
+    handle.mark()
+    for number, (layer, again) in enumerate(puts):
+        newest = handle.store.chunks(layer) - 1
+        handle.store.put(layer, newest if again and newest >= before else newest + 1, *chunk(1000 + number))
+    if rests:
+        handle.rest()
+    assert handle.rollback()
+    if rests:
+        handle.wake()
+    for extra in range(4):
+        for layer in range(2):
+            assert handle.store.chunks(layer) == plain.store.chunks(layer) == before + extra
+            for ours, theirs in zip(handle.store.gather(layer), plain.store.gather(layer), strict=True):
+                assert torch.equal(ours, theirs)
+            for slab in (handle.store, plain.store):
+                slab.put(layer, before + extra, *chunk(2000 + 10 * extra + layer))
+
+
+def test_a_committed_slab_keeps_what_was_appended_and_holds_nothing_back() -> None:
+    handle = SlabHandle(spec_of(window=2))
+    for index in range(5):
+        if index == 2:
+            handle.mark()
+        for layer in range(2):
+            handle.store.put(layer, index, *chunk(index))
+    handle.commit()
+    assert handle.rollback()
+    assert handle.store.chunks(0) == 5
+    assert handle.contents()["left"] == [[], []]
+    assert torch.equal(handle.store.gather(0)[0], torch.cat([chunk(3)[0], chunk(4)[0]], dim=1))
