@@ -17,6 +17,7 @@ from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from cards.registry import family
 from cards.source import load_component, resolve_folder
+from fastvideo_train.numerics import with_text_padding
 from fastvideo_train.parallel.plan import Plan, make_plan
 from inference.instance import ModelInstance, Resident
 from methods.method import Method
@@ -78,11 +79,7 @@ def build_method(node: DictConfig) -> Method:
 
 def in_numerics_of(card: ModelCard, method: Method) -> ModelCard:
     """The card in the numerics that the method trains in, and so rolls out, exports and serves in."""
-    if method.text_padding is None:
-        return card
-    return card.model_copy(
-        update={"precision": card.precision.model_copy(update={"text_padding": method.text_padding})}
-    )
+    return card if method.text_padding is None else with_text_padding(card, method.text_padding)
 
 
 def card_for(card: ModelCard, method: Method) -> ModelCard:
