@@ -53,6 +53,7 @@ class Component(_Part):
         "causal_lm",
         "scorer",
         "processor",
+        "action_embedding",
     ]
     library: Literal["diffusers", "transformers"]
     class_name: str

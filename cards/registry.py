@@ -73,7 +73,7 @@ class Family:
 
 
 @cache
-def _of_memory(module: str, table: str) -> dict[Any, Callable[..., int]]:
+def _of_memory(module: str, table: str) -> dict[Any, Callable[..., Any]]:
     if importlib.util.find_spec(f"{module}.memory") is None:
         return {}
     return getattr(importlib.import_module(f"{module}.memory"), table, {})
@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
     "wan21_i2v": Family("wan21_i2v", ("WanImageToVideoPipeline",), ("14b", "tiny"), "cards.wan21_i2v"),
     "wan_causal": Family(
-        "wan_causal", (), ("tiny", "1.3b", "14b"), "cards.wan_causal", options=("chunk", "window", "sinks")
+        "wan_causal", (), ("tiny", "1.3b", "14b"), "cards.wan_causal", options=("chunk", "window", "sinks", "actions")
     ),
 }
 

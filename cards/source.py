@@ -47,6 +47,9 @@ ALLOWED_CLASSES = {
 """Classes that a card or a model_index.json may name; anything else is refused."""
 OWN_CLASSES = {"CausalWanTransformer3DModel": ("cards.wan_causal.transformer", "WanTransformer3DModel")}
 """Class of this repo that a card may name -> its module, and the diffusers class whose folders it reads and saves."""
+BESIDE = {"ActionEmbedding": "cards.wan_causal.actions"}
+"""Class of this repo that belongs to no pipeline -> its module. Its folder lies beside the pipeline's, which does not
+name it; without one the card's config says how it is built, as new."""
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Either holds how images are prepared: the first as transformers 5 saves it, the second as older ones did."""
 _BUILDING = threading.RLock()
@@ -115,6 +118,8 @@ def library_class(library: str, class_name: str) -> Any:
     """The class, if the allow-list has it."""
     if library == "diffusers" and class_name in OWN_CLASSES:
         return getattr(importlib.import_module(OWN_CLASSES[class_name][0]), class_name)
+    if library == "diffusers" and class_name in BESIDE:
+        return getattr(importlib.import_module(BESIDE[class_name]), class_name)
     if class_name not in ALLOWED_CLASSES.get(library, set()):
         allowed = ", ".join(f"{lib}.{c}" for lib, names in ALLOWED_CLASSES.items() for c in sorted(names))
         raise SourceError(f"got class {library}.{class_name}, expected one of: {allowed}")
@@ -133,6 +138,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SourceError(f"{path}: got a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def is_new(component: Component, folder: Path) -> bool:
+    """Whether the folder has no weights of a component that may begin as new."""
+    return component.class_name in BESIDE and not (folder / component.subfolder).is_dir()
 
 
 # -- strict checks without loading
@@ -179,6 +189,7 @@ def build_on_meta(component: Component, folder: Path | None = None) -> nn.Module
     from accelerate import init_empty_weights
 
     cls = library_class(component.library, component.class_name)
+    folder = None if folder is not None and is_new(component, folder) else folder
     config = read_json(folder / component.subfolder / "config.json") if folder is not None else dict(component.config)
     try:
         with _BUILDING, init_empty_weights(include_buffers=False):
@@ -228,6 +239,8 @@ def check_source(card: ModelCard, tasks: Collection[str] | None = None) -> Path:
     whole = all(component.subfolder == OWN_FOLDER for component in (*needed.values(), *optional.values()))
     index = {} if whole else read_json(folder / "model_index.json")
     for cid, component in needed.items():
+        if is_new(component, folder) and cid in card.recipe.weights:
+            raise SourceError(f"{folder} holds no {component.subfolder!r}, whose weights the card was trained with")
         _check_component(cid, component, folder, index)
     for cid, component in optional.items():
         if component.subfolder == OWN_FOLDER or (index.get(component.subfolder) or [None])[0] is not None:
@@ -238,6 +251,10 @@ def check_source(card: ModelCard, tasks: Collection[str] | None = None) -> Path:
 def _check_component(cid: str, component: Component, folder: Path, index: Mapping[str, Any]) -> None:
     """Raises :class:`SourceError` unless the folder holds the component whole; ``index`` is its model_index.json."""
     library_class(component.library, component.class_name)
+    if component.class_name in BESIDE:
+        if not is_new(component, folder):
+            check_weights(component, folder)
+        return
     entry = _own_entry(component, folder) if component.subfolder == OWN_FOLDER else index.get(component.subfolder)
     if not entry or entry[0] is None:
         raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
@@ -294,7 +311,7 @@ def load_unchanged(component: Component, folder: Path, stamp: Stamp, device: tor
     Raises :class:`SourceError` when they are missing or are other files now: half of a model would be of other weights.
     The global random numbers stay where they are, whenever it is called.
     """
-    if not stamp:
+    if not stamp and component.class_name not in BESIDE:
         raise SourceError(
             f"{folder} holds no {component.subfolder!r}: the card calls it optional, but this request needs it; "
             "add it to the folder, or ask for less"
@@ -319,6 +336,9 @@ def load_component(component: Component, folder: Path, device: torch.device | st
     if component.kind in ("scheduler", "processor", "image_processor"):
         return cls.from_pretrained(where)
     dtype = getattr(torch, component.dtype)
+    if is_new(component, folder):
+        module = nn.Module.to(cls.from_config(dict(component.config)), device, dtype)
+        return module.eval().requires_grad_(False)
     options = {"torch_dtype": dtype} if component.library == "diffusers" else {"dtype": dtype}
     with _BUILDING:
         module, info = cls.from_pretrained(where, output_loading_info=True, **options)

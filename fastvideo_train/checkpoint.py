@@ -69,13 +69,22 @@ def gather_roles(module: PostTrainingModule) -> dict[str, dict[str, Any]]:
     return {name: get_model_state_dict(part, options=_OPTIONS) for name, part in module.roles.stored().items()}
 
 
-def weight_change(card: ModelCard, state: dict[str, Any], role: str, lora: LoRA | None) -> dict[str, float]:
-    """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged."""
+def weight_change(
+    card: ModelCard,
+    state: dict[str, Any],
+    role: str,
+    lora: LoRA | None,
+    joined: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, float]:
+    """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged. ``joined``:
+    component -> state dict, of those that were trained beside the main one."""
     folder = resolve_folder(card.source, card.root)
-    component = trainable_component(card)
-    before = load_component(card.components[component], folder).state_dict()
-    after = trained_module(card, folder, state, role, lora).state_dict()
-    return {component: max((after[key].float() - before[key].float()).abs().max().item() for key in before)}
+    after = {trainable_component(card): trained_module(card, folder, state, role, lora).state_dict()}
+    changes = {}
+    for component, weights in {**after, **({} if joined is None else joined)}.items():
+        before = load_component(card.components[component], folder).state_dict()
+        changes[component] = max((weights[key].float() - before[key].float()).abs().max().item() for key in before)
+    return changes
 
 
 def state_of(module: PostTrainingModule, data: Mapping[str, Any]) -> dict[str, Any]:

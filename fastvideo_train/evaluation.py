@@ -18,7 +18,7 @@ from fastvideo_train.module import PostTrainingModule
 from inference.artifact import Artifact
 from inference.instance import ModelInstance
 from inference.request import Request
-from methods.finetune import Finetune, conditions_of
+from methods.finetune import Finetune
 from methods.ladder import ladder_of
 from methods.method import Baseline
 from methods.rewards.reward import Reward, RewardBatch
@@ -89,7 +89,7 @@ def evaluate(
     if baseline is not None:
         role = baseline.role
         settings = replace(settings, guidance=baseline.guidance)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = module.method.evaluation(module.context(), role)
     if isinstance(module.method, Finetune) and val_batches:
         metrics |= validation_metrics(module, module.method, val_batches, role)
     if not settings.items:
@@ -172,7 +172,7 @@ def validation_metrics(
                 context,
                 role=role,
                 training=False,
-                conditions=conditions_of(batch, part),
+                **method.given(batch, part),
             )
             losses += losses_B.tolist()
             sigmas += [method.sigma(address) for address in addresses]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from pydantic import Field
 
 from cards.card import CARD_FILE, ModelCard, Recipe, Source
 from cards.errors import UserError
-from cards.source import load_component, resolve_folder, weight_files
+from cards.source import BESIDE, load_component, resolve_folder, weight_files
 from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
 from inference.media import write_video
 from inference.plain_request import plain_inputs, plain_task
 from inference.request import Request
+from inference.resident import Resident
 from methods.ladder import denoising_loop, ladder_of
 from methods.roles import trainable_component
 
@@ -168,6 +169,7 @@ def export_model(
     reference_request: Request,
     samples: list[tuple[str, np.ndarray]],
     parent: ModelCard | None = None,
+    joined: Mapping[str, dict[str, Any]] | None = None,
 ) -> Exported:
     """Writes, reloads and checks the export; see the module's docstring.
 
@@ -175,6 +177,7 @@ def export_model(
         card: what was trained.
         parent: what the run started from; None is ``card``.
         state: gathered state dict, see :func:`trained_module`.
+        joined: component -> state dict, of those that were trained beside the main one.
         reference_latents: the trainer's own (C, T, H, W) for ``reference_request``; None checks the reload against
             the module in memory.
         samples: (prompt, frames FHWC) shown in the README.
@@ -184,26 +187,32 @@ def export_model(
     shutil.rmtree(aside, ignore_errors=True)
     component = trainable_component(card)
     subfolder = card.components[component].subfolder
-    shutil.copytree(source, aside, ignore=_leave(source, subfolder))
-    module = trained_module(card, source, state, role, lora)
-    module.save_pretrained(aside / subfolder)
+    beside = {cid: c.subfolder for cid, c in card.components.items() if c.class_name in BESIDE}
+    shutil.copytree(source, aside, ignore=_leave(source, subfolder, beside.values()))
+    modules = {component: trained_module(card, source, state, role, lora)}
+    for cid, weights in ({} if joined is None else joined).items():
+        modules[cid] = load_component(card.components[cid], source)
+        modules[cid].load_state_dict(weights, strict=True)
+    for cid, module in modules.items():
+        module.save_pretrained(aside / card.components[cid].subfolder)
     if lora is not None:
         _save_lora(aside / "lora", state, role, lora)
-    weights = {component: weights_digest(aside / subfolder)}
+    kept = [cid for cid, folder in beside.items() if (aside / folder).is_dir()]
+    digests = {cid: weights_digest(aside / card.components[cid].subfolder) for cid in (component, *kept)}
     child = derived_card(
         card,
         method=method,
         guidance=guidance,
         data=data,
         metrics=metrics,
-        weights=weights,
+        weights=digests,
         parent=card if parent is None else parent,
     )
     if ladder_of(child) is not None:
         write_ladder_scheduler(aside)
     (aside / CARD_FILE).write_text(child.to_json())
     _write_readme(aside, child, samples)
-    difference = _reload_difference(aside, card, source, module, reference_latents, reference_request)
+    difference = _reload_difference(aside, modules, reference_latents, reference_request)
     allowed = 0.0 if lora is None else LORA_TOLERANCE
     if not difference <= allowed:
         raise ExportError(
@@ -227,10 +236,11 @@ def write_ladder_scheduler(folder: Path) -> None:
     index.write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def _leave(source: Path, subfolder: str) -> Any:
-    """``copytree`` filter: the parts of a diffusers folder, without the trained component and papers of its own."""
+def _leave(source: Path, subfolder: str, beside: Iterable[str]) -> Any:
+    """``copytree`` filter: the parts of a diffusers folder and what lies ``beside`` them, without the trained component
+    and papers of its own."""
     pipeline = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
-    parts = (pipeline | {"image_encoder", "image_processor"}) - {subfolder}
+    parts = (pipeline | {"image_encoder", "image_processor", *beside}) - {subfolder}
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if name not in parts] if Path(folder) == source else []
@@ -250,20 +260,15 @@ def _save_lora(folder: Path, state: dict[str, Any], role: str, lora: Any) -> Non
 
 
 def _reload_difference(
-    folder: Path,
-    card: ModelCard,
-    source: Path,
-    module: Any,
-    reference: torch.Tensor | None,
-    request: Request,
+    folder: Path, modules: Mapping[str, Any], reference: torch.Tensor | None, request: Request
 ) -> float:
     """Loads the folder strictly, as any user would, and samples once, on the trainer's device: devices round apart."""
     engine = Engine("cpu" if reference is None else reference.device)
     instance = engine.load(folder)
     ours = engine.run(request, instance).latents
     if reference is None:
-        resident = instance.residents[trainable_component(card)]
-        reference = engine.run(request, instance.view({trainable_component(card): type(resident)(module)})).latents
+        residents = {component: Resident(module) for component, module in modules.items()}
+        reference = engine.run(request, instance.view(residents)).latents
     return (ours - reference).abs().max().item()
 
 
@@ -371,7 +376,7 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
     from fastvideo_train.build import build_card, build_method, card_for
     from fastvideo_train.checkpoint import check_meta, load_state, read_meta
     from fastvideo_train.rundir import CONFIG_FILE
-    from methods.roles import EMA, STUDENT
+    from methods.roles import EMA, STUDENT, joined_names
 
     options = parse_options(ExportOptions, argv)
     checkpoint, out = Path(options.ckpt).resolve(), Path(options.out)
@@ -388,10 +393,12 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
     check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
     stored = load_state(checkpoint)
     role = EMA if method.ema is not None else STUDENT
+    joined = {cid: stored["roles"][name] for cid, name in joined_names(card, role).items() if name in stored["roles"]}
     exported = export_model(
         card=card,
         out=out,
         state=stored["roles"][STUDENT if method.lora is not None else role],
+        joined=joined,
         role=role,
         lora=method.lora,
         method=method.name,

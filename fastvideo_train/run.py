@@ -33,7 +33,7 @@ from fastvideo_train.rundir import SUMMARY_FILE, write_json
 from inference.instance import ModelInstance
 from inference.request import Request
 
-HEADLINES = ("all_correct", "val_loss", "reward")
+HEADLINES = ("all_correct", "action_eval", "val_loss", "reward")
 """Evaluation metrics that are shown, the first that a run has as its headline."""
 
 
@@ -277,7 +277,8 @@ class Run:
             return
         role = module.best_role
         state = roles["student" if module.roles.lora is not None else role]
-        self.weight_change = ckpt.weight_change(self.parts.card, state, role, module.roles.lora)
+        joined = {component: roles[name] for component, name in module.roles.joined(role).items()}
+        self.weight_change = ckpt.weight_change(self.parts.card, state, role, module.roles.lora, joined)
         with self.progress.phase("export", 1) as bar:
             metrics = {
                 f"{when}_{name}": value
@@ -289,6 +290,7 @@ class Run:
                 parent=self.parts.base,
                 out=self.run_dir / "export",
                 state=state,
+                joined=joined,
                 role=role,
                 lora=module.roles.lora,
                 method=self.parts.method.name,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
-from cards.prediction import add_noise, network_timestep, velocity_target
+from cards.prediction import add_noise, expand_to, network_timestep, velocity_target
 from inference.instance import ModelInstance
 from inference.request import Request
 from loops.chunk_rollout import ChunkOptions
@@ -31,7 +31,9 @@ from methods.finetune import Finetune
 from methods.forward import encode_prompts
 from methods.method import Baseline, Context, Update
 from methods.random import address_seed, generator_at, noise_like
-from methods.roles import STUDENT, TEACHER, trainable_component
+from methods.roles import STUDENT, TEACHER, Roles, trainable_component
+from methods.shapeworld.steer import ACTIONS as STEER_ACTIONS
+from methods.shapeworld.steer import action_eval
 from methods.teacher import teacher_card
 
 WAYS = ("teacher_forcing", "ode")
@@ -45,21 +47,33 @@ def teacher_forced_velocity(
     text_BLD: Tensor,
     *,
     gradient: bool,
+    actions: Sequence[Sequence[str]] | None = None,
 ) -> Tensor:
-    """Velocity (B, C, T, H, W) in float32 of noisy chunks, each at its own sigma and with the clean ones before it."""
-    options = read_options(ChunkOptions, rollout_spec(instance.card), instance.card)
+    """Velocity (B, C, T, H, W) in float32 of noisy chunks, each at its own sigma and with the clean ones before it.
+
+    ``actions``: of each row, one a chunk, for a card that has actions; None is its first for all.
+    """
+    spec = rollout_spec(instance.card)
+    options = read_options(ChunkOptions, spec, instance.card)
     component = trainable_component(instance.card)
+    profile = Profile.TRAIN if gradient else Profile.ROLLOUT
     context_B = torch.full((len(noisy_BCTHW),), options.context_noise, device=noisy_BCTHW.device)
+    tensors = {
+        "latents": noisy_BCTHW,
+        "clean": clean_BCTHW,
+        "timestep": network_timestep(sigma_BJ),
+        "clean_timestep": network_timestep(context_B),
+        "text": text_BLD,
+    }
+    if options.actions:
+        rows: Sequence[Sequence[str]] = [()] * len(noisy_BCTHW) if actions is None else actions
+        ids_BJ = [options.action_ids(row, sigma_BJ.shape[1], instance.card.name) for row in rows]
+        embed = ModelCall(spec.components["actions"], "embed", {"ids": torch.tensor(ids_BJ)})
+        tensors["action"] = instance.call(embed, profile)
     call = ModelCall(
         component,
         "velocity_teacher_forced",
-        {
-            "latents": noisy_BCTHW,
-            "clean": clean_BCTHW,
-            "timestep": network_timestep(sigma_BJ),
-            "clean_timestep": network_timestep(context_B),
-            "text": text_BLD,
-        },
+        tensors,
         {
             **instance.numerics(component),
             "chunk": options.chunk,
@@ -67,7 +81,7 @@ def teacher_forced_velocity(
             "sinks": options.sinks,
         },
     )
-    return instance.call(call, Profile.TRAIN if gradient else Profile.ROLLOUT).float()
+    return instance.call(call, profile).float()
 
 
 def over_frames(values_BJ: Tensor, like_BCTHW: Tensor) -> Tensor:
@@ -84,6 +98,11 @@ class CausalInit(Finetune):
         teacher: card that samples the trajectories of ``ode``: {name, size, source, revision}.
         teacher_guidance, teacher_steps: of these samples, by Euler with the flow shift of the student's ladder.
         reuse: updates from one batch of trajectories, each with other rungs.
+        past_noise: of ``teacher_forcing``: largest sigma to which the clean past is noised, so that what a rollout gets
+            wrong does not add up (GameNGen, arXiv 2408.14837, Sec. 3.2.1); 0 leaves it clean.
+        actions_only: trains the action vectors of a card that has some, and leaves the transformer as it is.
+        action_eval: worlds of ActionEval in every evaluation (``methods.shapeworld.steer``), for a card whose actions
+            are those of the steerable ShapeWorld; 0 runs none.
     """
 
     name = "causal_init"
@@ -96,6 +115,9 @@ class CausalInit(Finetune):
         teacher_guidance: float = 3.0,
         teacher_steps: int = 20,
         reuse: int = 4,
+        past_noise: float = 0.0,
+        actions_only: bool = False,
+        action_eval: int = 0,
         **common: Any,
     ):
         super().__init__(**common)
@@ -108,6 +130,9 @@ class CausalInit(Finetune):
         self.teacher_guidance = teacher_guidance
         self.teacher_steps = teacher_steps
         self.reuse = reuse
+        self.past_noise = past_noise
+        self.actions_only = actions_only
+        self.action_eval = action_eval
         self.needs_clips = way == "teacher_forcing"
 
     def roles(self) -> tuple[str, ...]:
@@ -130,11 +155,36 @@ class CausalInit(Finetune):
 
     def problems(self, card: ModelCard, world_size: int) -> list[str]:
         found = super().problems(card, world_size) + causal_problems(card)
+        if not causal_problems(card):
+            found += self._action_problems(card)
+        if not 0 <= self.past_noise < 1:
+            found.append(f"past_noise: got {self.past_noise}, expected a sigma, 0 <= s < 1")
         if self.reuse < 1:
             found.append(f"reuse: got {self.reuse}, expected at least 1")
         if self.way == "ode" and not 1 <= self.teacher_steps <= 1000:
             found.append(f"teacher_steps: got {self.teacher_steps}, expected 1 .. 1000")
         return found
+
+    def _action_problems(self, card: ModelCard) -> list[str]:
+        names = read_options(ChunkOptions, rollout_spec(card), card).actions
+        found = []
+        if self.actions_only and not names:
+            found.append(f"actions_only: card {card.name!r} has no actions; give it some: card.actions=[none,left,...]")
+        if self.action_eval and names != STEER_ACTIONS:
+            found.append(f"action_eval: got a card with the actions {list(names)}, expected {list(STEER_ACTIONS)}")
+        return found
+
+    def attach_heads(self, roles: Roles) -> None:
+        embedder = rollout_spec(roles.instance(STUDENT).card).components.get("actions")
+        if embedder is not None:
+            roles.join(embedder)
+            if self.actions_only:
+                roles.module(STUDENT).requires_grad_(False)
+
+    def evaluation(self, ctx: Context, role: str) -> dict[str, float]:
+        if self.action_eval == 0 or role == TEACHER:
+            return {}
+        return action_eval(ctx.roles.instance(role), worlds=self.action_eval)
 
     def updates(self, batch: Any, step: int, ctx: Context) -> Iterator[Update]:
         """``batch``: encoded clips and captions, or for ``ode`` the step's prompts, the same list on every rank."""
@@ -145,7 +195,7 @@ class CausalInit(Finetune):
 
     # -- teacher forcing
 
-    def losses(
+    def losses(  # type: ignore[override]  # what it takes of a batch is told by given()
         self,
         x0_BCTHW: Tensor,
         prompts: Sequence[str],
@@ -154,8 +204,10 @@ class CausalInit(Finetune):
         *,
         role: str = STUDENT,
         training: bool = True,
+        actions: Sequence[Sequence[str]] | None = None,
     ) -> Tensor:
-        """(B,) losses of clips, a sigma for each chunk; as :meth:`methods.finetune.Finetune.losses`."""
+        """(B,) losses of clips, a sigma for each chunk; as :meth:`methods.finetune.Finetune.losses`. ``actions``: of
+        each clip, one a chunk."""
         instance = ctx.roles.instance(role)
         chunks = self._chunks(instance.card, x0_BCTHW)
         sigmas, noise, texts = [], [], []
@@ -168,10 +220,26 @@ class CausalInit(Finetune):
         sigma_BJ = torch.stack(sigmas).to(x0_BCTHW.device)
         noise_BCTHW = torch.stack(noise)
         x_s = add_noise(x0_BCTHW, noise_BCTHW, over_frames(sigma_BJ, x0_BCTHW))
+        past = self._past(x0_BCTHW, addresses) if training else x0_BCTHW
+        if actions is not None:  # a clip that lost its tail lost the actions of that
+            actions = [row[:chunks] for row in actions]
         text_BLD = encode_prompts(ctx.engine, instance, texts)
-        predicted = teacher_forced_velocity(instance, x_s, x0_BCTHW, sigma_BJ, text_BLD, gradient=training)
+        predicted = teacher_forced_velocity(instance, x_s, past, sigma_BJ, text_BLD, gradient=training, actions=actions)
         error = (predicted - velocity_target(x0_BCTHW, noise_BCTHW).float()) ** 2
         return (over_frames(loss_weight(self.weighting, sigma_BJ), error) * error).flatten(1).mean(1)
+
+    def _past(self, x0_BCTHW: Tensor, addresses: Sequence[tuple[int | str, ...]]) -> Tensor:
+        """What noisy chunks see of the clips: each noised to a sigma of its own, up to ``past_noise``."""
+        if self.past_noise == 0:
+            return x0_BCTHW
+        draws = [torch.rand(1, generator=generator_at(*address, "past")).item() for address in addresses]
+        sigma_B = self.past_noise * torch.tensor(draws, device=x0_BCTHW.device)
+        noise = [noise_like(x0, *address, "past", "noise") for x0, address in zip(x0_BCTHW, addresses, strict=True)]
+        return add_noise(x0_BCTHW, torch.stack(noise), expand_to(sigma_B, x0_BCTHW))
+
+    def given(self, batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
+        """The clips' actions, where they have some."""
+        return {"actions": batch["actions"][part] if "actions" in batch else None}
 
     def _chunks(self, card: ModelCard, latents_BCTHW: Tensor) -> int:
         options = read_options(ChunkOptions, rollout_spec(card), card)

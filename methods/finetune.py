@@ -88,12 +88,16 @@ class Finetune(Method):
             part = slice(start, start + self.micro_batch)
             chunk = latents_BCTHW[part].to(ctx.device)
             addresses: list[tuple[int | str, ...]] = [(ctx.seed, "train", step, r) for r in rows[part]]
-            losses_B = self.losses(chunk, prompts[part], addresses, ctx, conditions=conditions_of(batch, part))
+            losses_B = self.losses(chunk, prompts[part], addresses, ctx, **self.given(batch, part))
             yield Update(
                 loss=losses_B.sum() / len(rows),
                 step=start + self.micro_batch >= len(rows),
                 metrics={"train/loss": losses_B.detach().sum().item() / len(rows)},
             )
+
+    def given(self, batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
+        """What :meth:`losses` takes of a batch's rows beside latents and prompts."""
+        return {"conditions": conditions_of(batch, part)}
 
     def sigma(self, address: tuple[int | str, ...]) -> float:
         """The sigma of a clip whose randomness is drawn at ``address``."""

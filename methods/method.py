@@ -189,6 +189,10 @@ class Method(ABC):
         """Called when the updates of a step are done, e.g. to move the old policy; gives metrics."""
         return {}
 
+    def evaluation(self, ctx: Context, role: str) -> dict[str, float]:
+        """Metrics of a role that the method measures itself, in every evaluation and on every rank alike."""
+        return {}
+
     def rollout_guidance(self) -> float | None:
         """Guidance scale that the trained weights are made for; None leaves the card's."""
         return None

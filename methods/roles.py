@@ -53,6 +53,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def joined_names(card: ModelCard, role: str) -> dict[str, str]:
+    """Component beside the main trainable one -> name of a role's module of it, where a method trains it too."""
+    _, *others = (cid for cid, component in card.components.items() if component.trainable)
+    return {cid: cid if role == STUDENT else f"{cid}_of_{role}" for cid in others}
+
+
 class Roles(nn.ModuleDict):
     """Modules of the roles by name, and the engine's view of each.
 
@@ -88,6 +94,8 @@ class Roles(nn.ModuleDict):
         self.names = (STUDENT, *names)
         self.trained_names = tuple(trained)
         self._heads: dict[str, list[str]] = {}
+        self._joined: dict[str, dict[str, str]] = {}
+        """Component that is trained beside the student's main one -> role -> its module's name."""
         # Plain attributes: the shared components are the base's own, not submodules to train or shard.
         object.__setattr__(self, "_base", base)
         object.__setattr__(self, "_card", base.card if card is None else card)
@@ -163,11 +171,28 @@ class Roles(nn.ModuleDict):
             other = self._others[role]
             return other.view({trainable_component(other.card): self._residents[role]})
         card = self._base.card if role in UNTRAINED else self._card
-        return self._base.view({self.component: self._residents[role]}, card=card)
+        joined = {component: self._residents[name] for component, name in self.joined(role).items()}
+        return self._base.view({self.component: self._residents[role], **joined}, card=card)
 
     def changed(self, role: str) -> None:
-        """Says that the role's weights moved: bumps the version of its component."""
-        self._residents[role].version += 1
+        """Says that the role's weights moved: bumps the versions of its components."""
+        for name in (role, *self.joined(role).values()):
+            self._residents[name].version += 1
+
+    def join(self, component: str) -> None:
+        """Trains another component of the card with the student. Every role of the card gets its own: sharded, saved,
+        blended and served with the role's main component; the student's is the base's, object for object."""
+        own = self._base.module(component)
+        names = {r: joined_names(self._card, r)[component] for r in self.names if r not in self._others}
+        for role, name in names.items():
+            self[name] = own if role == STUDENT else copy.deepcopy(own).requires_grad_(False)
+            self._residents[name] = Resident(self[name])
+        own.requires_grad_(True)
+        self._joined[component] = names
+
+    def joined(self, role: str) -> dict[str, str]:
+        """Component that was joined -> name of the role's module of it."""
+        return {component: names[role] for component, names in self._joined.items() if role in names}
 
     def parameters_of(self, role: str) -> dict[str, nn.Parameter]:
         """The role's own parameters under the student's names, in one order for all roles."""
@@ -187,7 +212,8 @@ class Roles(nn.ModuleDict):
 
     def trained(self, role: str = STUDENT) -> list[nn.Parameter]:
         """What the role's optimizer moves."""
-        heads = [p for name in self._heads.get(role, ()) for p in self[name].parameters()]
+        names = (*self._heads.get(role, ()), *self.joined(role).values())
+        heads = [p for name in names for p in self[name].parameters()]
         return [p for p in (*self.parameters_of(role).values(), *heads) if p.requires_grad]
 
     @contextlib.contextmanager
@@ -218,6 +244,10 @@ class Roles(nn.ModuleDict):
                 target.copy_(new)
             else:
                 target.mul_(keep).add_(new, alpha=1 - keep)
+        for component, name in self.joined(role).items():
+            student = self[self._joined[component][STUDENT]]
+            for parameter, new in zip(self[name].parameters(), student.parameters(), strict=True):
+                local(parameter).lerp_(local(new), 1 - keep)
         residents = self.__dict__.get("_residents")
         if residents is not None:
             self.changed(role)

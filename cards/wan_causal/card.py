@@ -8,12 +8,16 @@ trained one names its method.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 
-from cards.card import CARD_FILE, LoopSpec, ModelCard, Recipe, Schedule
+from cards.card import CARD_FILE, Component, LoopSpec, ModelCard, Recipe, Schedule
+from cards.errors import UserError
 from cards.prediction import NUM_TRAIN_TIMESTEPS, shift_sigma
+from cards.source import read_json, resolve_folder
 from cards.wan21 import card as wan21
 from cards.wan_causal.program import TEXT_TO_VIDEO
 
@@ -22,6 +26,8 @@ FAMILY = "wan_causal"
 SEMANTICS = "causal-chunk-rollout"
 TRANSFORMER = "CausalWanTransformer3DModel"
 UNTRAINED = "untrained"
+ACTIONS = "actions"
+"""Id of the component that embeds actions, and its folder."""
 TIMESTEPS = (1000, 750, 500, 250)
 """Self Forcing's ladder (arXiv 2506.08009, Sec. 4.1), before the shift."""
 SHIFT = 5.0
@@ -37,6 +43,7 @@ def build_card(
     chunk: int | None = None,
     window: int | None = None,
     sinks: int | None = None,
+    actions: Sequence[str] | None = None,
 ) -> ModelCard:
     """The causal card of a size or of a Wan2.1 folder, run or export; an export of a causal card is read as it is.
 
@@ -44,12 +51,15 @@ def build_card(
         chunk: latent frames a chunk; None takes the size's, or the export's own.
         window: chunks that attention sees, the current one among them; None = all, or the export's own.
         sinks: first chunks that it sees for ever beyond the window.
+        actions: names of what a chunk may be under, the first of them none; None has no actions, or the export's own.
     """
     base = wan21.build_card(size, source=source, revision=revision)
     options = {k: v for k, v in (("chunk", chunk), ("window", window), ("sinks", sinks)) if v is not None}
     if base.family != FAMILY:
-        return causal_card(base, **options)
-    return with_rollout(base, **options) if options else base
+        card = causal_card(base, **options)
+    else:
+        card = with_rollout(base, **options) if options else base
+    return card if actions is None else with_actions(card, actions)
 
 
 def card_from_folder(folder: Path) -> ModelCard:
@@ -85,6 +95,50 @@ def causal_card(base: ModelCard, *, chunk: int | None = None, **options: JsonVal
         caches=(*base.caches, "slab"),
         capabilities=(*base.capabilities, "streaming"),
     )
+
+
+def with_actions(card: ModelCard, names: Sequence[str]) -> ModelCard:
+    """A child of the card whose chunks are under one of these actions each, the first of them meaning none.
+
+    Their vectors are new and change nothing until a method trains them; a card that has just these keeps its own.
+    """
+    loop = card.loops["denoise"]
+    known = loop.options.get("actions")
+    if known is not None:
+        if known == list(names):
+            return card
+        raise UserError(f"actions: got {list(names)}, but {card.name} was trained for {known}; leave card.actions out")
+    if len(names) < 2:
+        raise UserError(f"actions: got {list(names)}, expected the name of none and at least one more")
+    component = Component(
+        kind="action_embedding",
+        library="diffusers",
+        class_name="ActionEmbedding",
+        subfolder=ACTIONS,
+        config={"num_actions": len(names), "width": _width(card)},
+        trainable=True,
+        required_for=(TASK,),
+    )
+    changed = loop.model_copy(
+        update={
+            "components": {**loop.components, "actions": ACTIONS},
+            "options": {**loop.options, "actions": list(names)},
+        }
+    )
+    return card.derive(
+        components={**card.components, ACTIONS: component},
+        loops={**card.loops, "denoise": changed},
+        capabilities=(*card.capabilities, ACTIONS),
+    )
+
+
+def _width(card: ModelCard) -> int:
+    """Of the transformer's tokens."""
+    component = card.components["transformer"]
+    config: dict[str, Any] = component.config
+    if not config:
+        config = read_json(resolve_folder(card.source, card.root) / component.subfolder / "config.json")
+    return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
 
 
 def with_rollout(card: ModelCard, **options: JsonValue) -> ModelCard:

@@ -1,8 +1,9 @@
-"""What the causal Wan's components compute: those of ``cards.wan21`` and four operations more.
+"""What the causal Wan's components compute: those of ``cards.wan21`` and five operations more.
 
 Nothing here knows of requests or loops. A chunk's operation reads and grows the state that its call carries.
 
-Legend: B batch, C latent channels, T latent frames, H W latent cells, F frames, L tokens, D text width, J chunks.
+Legend: B batch, C latent channels, T latent frames, H W latent cells, F frames, L tokens, D text width, J chunks,
+N width.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ __all__ = ["OPERATIONS", "PREPARE"]
 def predict_block_causal(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Velocity (B, C, T, H, W) of a whole clip at ``latents``, ``timestep`` (B,) or (B, J), under ``text`` (B, L, D).
 
-    ``static``: ``chunk`` latent frames a chunk, ``window`` chunks (None = all) and ``sinks``.
+    ``static``: ``chunk`` latent frames a chunk, ``window`` chunks (None = all) and ``sinks``. ``action`` (B, J, N), of
+    each chunk, where the card has actions.
     """
-    latents = tensors["latents"]
+    latents, timestep, action = tensors["latents"], tensors["timestep"], tensors.get("action")
     chunks, tokens = _chunking(transformer, latents, static["chunk"])
     causal = block_causal(chunks, tokens, static["window"], static["sinks"])
-    return _velocity(transformer, latents, tensors["timestep"], tensors["text"], static, causal)
+    if action is not None:
+        timestep = timestep.reshape(latents.shape[0], -1).expand(-1, chunks)
+    return _velocity(transformer, latents, timestep, tensors["text"], static, causal, action)
 
 
 def predict_teacher_forced(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
@@ -46,7 +50,9 @@ def predict_teacher_forced(transformer: Any, tensors: Tensors, static: Mapping[s
     clean_BJ = tensors["clean_timestep"].unsqueeze(1).expand(-1, chunks).to(timestep_BJ.dtype)
     timestep = torch.cat([clean_BJ, timestep_BJ], dim=1)
     both = torch.cat([clean.to(noisy.dtype), noisy], dim=2)
-    return _velocity(transformer, both, timestep, tensors["text"], static, causal)[:, :, noisy.shape[2] :]
+    action = tensors.get("action")
+    actions = None if action is None else torch.cat([action, action], dim=1)
+    return _velocity(transformer, both, timestep, tensors["text"], static, causal, actions)[:, :, noisy.shape[2] :]
 
 
 def predict_chunk(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
@@ -56,12 +62,13 @@ def predict_chunk(transformer: Any, tensors: Tensors, static: Mapping[str, Any])
     frozen for the backward, and what is written is cut from the graph unless ``static["keep_graph"]``.
     """
     latents, chunk, store = tensors["latents"], static["index"], static["state"].store
+    timestep, text, action = tensors["timestep"], tensors["text"], tensors.get("action")
     starts = (chunk * latents.shape[2],)
     if not torch.is_grad_enabled():
         causal = Causal(FromStore(store, chunk), starts)
-        return _velocity(transformer, latents, tensors["timestep"], tensors["text"], static, causal)
+        return _velocity(transformer, latents, timestep, text, static, causal, action)
     attend = FromSnapshot(store, chunk)
-    velocity = _velocity(transformer, latents, tensors["timestep"], tensors["text"], static, Causal(attend, starts))
+    velocity = _velocity(transformer, latents, timestep, text, static, Causal(attend, starts), action)
     attend.commit(keep_graph=static.get("keep_graph", False))
     return velocity
 
@@ -91,12 +98,18 @@ def _velocity(
     text_BLD: Tensor,
     static: Mapping[str, Any],
     causal: Causal,
+    action: Tensor | None,
 ) -> Tensor:
     dtype = getattr(torch, static["dtype"])
     if static["text_padding"] == "folded":
         install(transformer, text_BLD.shape[1])
         text_BLD = fold(text_BLD)
-    return transformer(latents.to(dtype), timestep, text_BLD.to(dtype), causal=causal)[0]
+    return transformer(latents.to(dtype), timestep, text_BLD.to(dtype), causal=causal, action=action)[0]
+
+
+def embed_actions(embedding: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
+    """Vectors (B, J, N) of action ``ids`` (B, J)."""
+    return embedding(tensors["ids"])
 
 
 OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Tensor]] = {
@@ -105,4 +118,5 @@ OPERATIONS: dict[tuple[str, str], Callable[[Any, Tensors, Mapping[str, Any]], Te
     ("transformer", "velocity_teacher_forced"): predict_teacher_forced,
     ("transformer", "velocity_chunk"): predict_chunk,
     ("vae", "decode_chunk"): decode_chunk,
+    ("action_embedding", "embed"): embed_actions,
 }

@@ -283,12 +283,14 @@ class CausalWanTransformer3DModel(WanTransformer3DModel):  # type: ignore[misc]
         attention_kwargs: dict[str, Any] | None = None,
         *,
         causal: Causal | None = None,
+        action: Tensor | None = None,
     ) -> Any:
         """The library's forward, or a causal one: then a tuple of the velocity (B, C, T, H, W).
 
         Args:
             hidden_states: latents (B, C, T, H, W); under ``causal`` all its parts, one after the other in T.
             timestep: (B,), or (B, K) for K equal runs of the tokens, such as one a chunk.
+            action: (B, N), or (B, K, N), added to the embedding of the timestep; under ``causal`` alone.
         """
         if causal is None:
             return super().forward(
@@ -311,6 +313,10 @@ class CausalWanTransformer3DModel(WanTransformer3DModel):  # type: ignore[misc]
         temb, modulation, text, _ = self.condition_embedder(
             timestep.flatten(), encoder_hidden_states, None, timestep_seq_len=runs
         )
+        if action is not None:
+            embedder = self.condition_embedder
+            temb = temb + action.to(temb.dtype)
+            modulation = embedder.time_proj(embedder.act_fn(temb))
         if runs is None:
             modulation = modulation.unflatten(1, (6, -1))
         else:

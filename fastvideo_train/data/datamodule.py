@@ -40,16 +40,17 @@ from fastvideo_train.data.sampler import GlobalBatchSampler
 from fastvideo_train.data.video_folder import DataError, FolderScan, Geometry, describe, scan_folder, summary
 
 
-class LatentBatch(TypedDict):
+class LatentBatch(TypedDict, total=False):
     """What a loader yields."""
 
     latents: torch.Tensor  # latents_BCTHW float32, normalised
     prompt: list[str]  # B captions
     index: torch.Tensor  # B row numbers within the folder, int64
     conditions: dict[str, torch.Tensor]  # what else was encoded of the clips, each with a leading B
+    actions: list[tuple[str, ...]]  # B; absent where no clip of the batch names any
 
 
-Example = tuple[torch.Tensor, str, int, dict[str, torch.Tensor]]
+Example = tuple[torch.Tensor, str, int, dict[str, torch.Tensor], tuple[str, ...]]
 
 
 class LatentDataset(Dataset[Example]):
@@ -64,17 +65,20 @@ class LatentDataset(Dataset[Example]):
 
     def __getitem__(self, position: int) -> Example:
         row = self.rows[position]
-        return self.reader.read(row), row.caption, row.index, self.reader.read_conditions(row)
+        return self.reader.read(row), row.caption, row.index, self.reader.read_conditions(row), tuple(row.actions)
 
 
 def collate(examples: list[Example]) -> LatentBatch:
-    latents_CTHW, prompts, indices, conditions = zip(*examples, strict=True)
-    return {
+    latents_CTHW, prompts, indices, conditions, actions = zip(*examples, strict=True)
+    batch: LatentBatch = {
         "latents": torch.stack(latents_CTHW),
         "prompt": list(prompts),
         "index": torch.tensor(indices),
         "conditions": {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]},
     }
+    if any(actions):
+        batch["actions"] = list(actions)
+    return batch
 
 
 def split_by_content(rows: Sequence[LatentRow], val_fraction: float) -> tuple[list[LatentRow], list[LatentRow]]:

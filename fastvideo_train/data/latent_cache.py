@@ -23,7 +23,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class LatentRow:
     caption: str
     key: str  # sha256 of the video file; the tensor's name in its shard
     shard: str  # file name of the shard
+    actions: Sequence[str] = ()  # as written in metadata.jsonl, one a chunk
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,7 @@ def _index_of(scan: FolderScan, root: Path, stored: Mapping[str, str], failed: M
             caption=clip.row.caption,
             key=clip.sha256,
             shard=stored[clip.sha256],
+            actions=clip.row.actions,
         )
         for position, clip in enumerate(usable)
     )

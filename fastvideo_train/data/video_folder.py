@@ -65,6 +65,7 @@ class Row:
     file_name: str  # relative to the folder, as written in the file
     path: Path  # where the video is
     caption: str  # not empty
+    actions: tuple[str, ...] = ()  # one a chunk of the whole video, for a card with actions; () where it names none
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,10 @@ def _parse(folder: Path, number: int, line: str) -> Row:
         raise ValueError(f"{file_name}: no such file in {folder}")
     if path.suffix.lower() not in READABLE_SUFFIXES:
         raise ValueError(f"{file_name}: unknown suffix; expected one of: {', '.join(READABLE_SUFFIXES)}")
-    return Row(line=number, file_name=file_name, path=path, caption=caption.strip())
+    actions = record.get("actions", [])
+    if not isinstance(actions, list) or not all(isinstance(name, str) for name in actions):
+        raise ValueError(f"{file_name}: got actions {actions!r}, expected a list of names, one a chunk")
+    return Row(line=number, file_name=file_name, path=path, caption=caption.strip(), actions=tuple(actions))
 
 
 def scan_folder(folder: str | Path, geometry: Geometry) -> FolderScan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +68,20 @@ class _Clip:
         self.text = text_features(instance, self.request)
 
     @property
-    def chunking(self) -> dict[str, int | None]:
+    def chunking(self) -> dict[str, Any]:
         return {"chunk": self.options.chunk, "window": self.options.window, "sinks": self.options.sinks}
 
-    def call(self, method: str, latents: Tensor, timestep: Tensor, **static: object) -> Tensor:
+    def call(self, method: str, latents: Tensor, timestep: Tensor, *, action: bool = True, **static: object) -> Tensor:
+        """``action``: under that of the request, where the card has actions: none for every chunk."""
         component = self.spec.components["denoiser"]
         tensors = {"latents": latents, "timestep": timestep, "text": self.text}
         state = static.pop("state", None)
+        embedder = self.spec.components.get("actions")
+        if embedder is not None and action:
+            chunks = 1 if state is not None else latents.shape[2] // self.options.chunk
+            ids = torch.zeros(1, chunks, dtype=torch.long)
+            vectors = self.instance.call(ModelCall(embedder, "embed", {"ids": ids}))
+            tensors["action"] = vectors[:, 0] if state is not None else vectors
         return self.instance.call(
             ModelCall(component, method, tensors, {**self.instance.numerics(component), **static}, state=state)
         )
@@ -91,7 +99,7 @@ def _component_level(clip: _Clip, library: WanLibrary) -> Iterator[GateReport]:
     instance, frames = clip.instance, clip.shape[2]
     latents = torch.cat([drawn[0] for drawn in clip.noises], dim=2).to(instance.device)
     t = torch.tensor([617.25], device=instance.device)
-    whole = clip.call("velocity_block_causal", latents, t, chunk=frames, window=None, sinks=0)
+    whole = clip.call("velocity_block_causal", latents, t, action=False, chunk=frames, window=None, sinks=0)
     difference = tensor_difference(whole, library.velocity(latents, t, clip.text))
     tolerance = instance.card.parity.tolerances["C0"]
     yield GateReport("C0", "one chunk of all frames == the library's transformer", difference, tolerance)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import unknown_name
-from cards.source import MODULE_KINDS, resolve_folder
+from cards.source import BESIDE, MODULE_KINDS, resolve_folder
 from inference.parity.transformers_library import ClipLibrary, GenerateLibrary
 from inference.request import Request
 from inference.resolve import denoise_spec
@@ -32,7 +32,7 @@ class WanLibrary:
         dtypes: dict[str, torch.dtype] = {
             component.subfolder: getattr(torch, component.dtype)
             for component in card.components.values()
-            if component.kind in MODULE_KINDS
+            if component.kind in MODULE_KINDS and component.class_name not in BESIDE
         }
         folder = resolve_folder(card.source, card.root)
         self.card = card

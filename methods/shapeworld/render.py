@@ -43,7 +43,7 @@ def render(scene: Scene, rng: np.random.Generator, frames: int = 9, size: int = 
 
     clip = np.full((frames, size, size, 3), rng.uniform(*BACKGROUND))
     for thing, centre in zip(things, centres, strict=True):
-        _draw(clip, thing.shape, rgb(thing.colour, HIGH, LOW), centre + path, extent)
+        draw(clip, thing.shape, rgb(thing.colour, HIGH, LOW), centre + path, extent)
     return np.rint(clip).astype(np.uint8)
 
 
@@ -124,7 +124,7 @@ def _related(scene: Scene, centres: Array, scale: float) -> NDArray[np.bool_]:
     return (along >= 9.0 * scale) & (np.abs(across) <= 0.6 * along)
 
 
-def _draw(
+def draw(
     clip: Array,
     shape: str,
     colour: Array,

@@ -18,6 +18,7 @@ from inference.admission import AdmissionInfeasible, Budget
 from inference.artifact import Artifact
 from inference.engine import Cancelled, Engine, EngineFault
 from inference.engine_thread import EngineThread
+from inference.extend.observer import Observer
 from inference.instance import ModelInstance
 from inference.request import Request
 from inference.session import WorldModelSession
@@ -169,7 +170,7 @@ def test_a_cancelled_act_never_was(instance: ModelInstance, before: int, steps: 
     assert_same(first + acted(session, 1, 2), acted(plain, *([before] if before else []), 1, 2))
 
 
-class Breaks:
+class Breaks(Observer):
     """An observer that refuses one step, or breaks the engine's round by a failure that is nobody's own."""
 
     def __init__(self) -> None:
@@ -183,7 +184,7 @@ class Breaks:
         if self.at is not None and step.plan.label.startswith(self.at):
             raise ValueError("refused")
 
-    def on_finish(self, request: str, failure: Any) -> None:
+    def on_finish(self, request_id: str, failure: BaseException | None) -> None:
         pass
 
 
