@@ -11,7 +11,9 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,18 @@ from methods.shapeworld.render import render
 FPS = 8.0  # frames a second
 
 
-def write_shapeworld(folder: str | Path, n: int, seed: int) -> Path:
+Draw = Callable[[np.random.Generator], tuple[np.ndarray, dict[str, Any]]]
+"""A clip, uint8 (F, H, W, 3), and what its row of the metadata says."""
+
+
+def plain_clip(rng: np.random.Generator) -> tuple[np.ndarray, dict[str, Any]]:
+    """A clip of ShapeWorld and its caption."""
+    scene = training_scene(rng)
+    caption = training_caption(rng, scene)
+    return render(scene, rng), {"caption": caption}
+
+
+def write_shapeworld(folder: str | Path, n: int, seed: int, draw: Draw = plain_clip) -> Path:
     """Write ``n`` training clips and their captions; the same seed gives the same frames and metadata, byte for byte.
 
     The folder appears when it is complete. Clips are coded without loss of colour (see ``inference.media``).
@@ -42,7 +55,7 @@ def write_shapeworld(folder: str | Path, n: int, seed: int) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial"))
     try:
-        _write_clips(partial, n, seed)
+        _write_clips(partial, n, seed, draw)
         partial.chmod(0o755)
         partial.rename(folder)
     except BaseException:
@@ -51,26 +64,26 @@ def write_shapeworld(folder: str | Path, n: int, seed: int) -> Path:
     return folder
 
 
-def ensure_shapeworld(folder: str | Path, n: int, seed: int) -> Path:
+def ensure_shapeworld(folder: str | Path, n: int, seed: int, draw: Draw = plain_clip) -> Path:
     """``write_shapeworld`` unless the folder is there; several processes may ask at once, one writes."""
     folder = Path(folder)
     with locked(folder.parent / f".{folder.name}.lock"):
         if not folder.exists():
-            write_shapeworld(folder, n, seed)
+            write_shapeworld(folder, n, seed, draw)
     return folder
 
 
-def _write_clips(folder: Path, n: int, seed: int) -> None:
+def _write_clips(folder: Path, n: int, seed: int, draw: Draw) -> None:
     (folder / "videos").mkdir()
     digits = max(4, len(str(n - 1)))
     rows: list[str] = []
     with data_progress("clips") as progress:
         for index in progress.track(range(n), description="writing ShapeWorld"):
             rng = np.random.default_rng([seed, index])
-            scene = training_scene(rng)
             name = f"videos/{index:0{digits}d}.mp4"
-            rows.append(json.dumps({"file_name": name, "caption": training_caption(rng, scene)}))
-            write_video(folder / name, render(scene, rng), FPS, lossless_chroma=True)
+            clip_FHWC, row = draw(rng)
+            rows.append(json.dumps({"file_name": name, **row}))
+            write_video(folder / name, clip_FHWC, FPS, lossless_chroma=True)
     (folder / METADATA).write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
