@@ -91,7 +91,7 @@ def causal_card(base: ModelCard, *, chunk: int | None = None, **options: JsonVal
         loops={"denoise": loop},
         programs={TASK: TEXT_TO_VIDEO},
         sampling=base.sampling.model_copy(update={"steps": len(TIMESTEPS)}),
-        recipe=Recipe(method=UNTRAINED, assumes_loop=SEMANTICS, weights=base.recipe.weights),
+        recipe=Recipe(method=UNTRAINED, assumes_loop=SEMANTICS, data=base.recipe.data, weights=base.recipe.weights),
         caches=(*base.caches, "slab"),
         capabilities=(*base.capabilities, "streaming"),
     )

@@ -3,8 +3,8 @@
     python scripts/bench/few_step.py student=<export> [teacher=<folder or card>] [steps=50] [guidance=3] [videos=6]
 
 Both make whole videos through the engine (encode, denoise, decode), one at a time; the prompts are encoded anew. The
-student runs its own ladder. ``guidance`` is the teacher's; 1 halves its forwards. The figure is the median over pairs of
-theirs / ours.
+student runs its own ladder. ``guidance`` is the teacher's; 1 halves its forwards. The figure is the median over pairs
+of theirs / ours.
 """
 
 from __future__ import annotations
