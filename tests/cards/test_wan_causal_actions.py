@@ -259,6 +259,7 @@ def test_weights_lie_beside_the_pipeline_which_loads_unchanged(
     actions = ("none", "left", "right", "right")
     assert torch.equal(run(again, *actions).latents, run(steered, *actions).latents)
     lazily = ModelInstance.from_folder(again.card, where, tasks=())
+    assert lazily.weights_bytes("actions") == 3 * 32 * 4
     assert torch.equal(run(lazily, *actions).latents, run(steered, *actions).latents)
     pipeline = WanPipeline.from_pretrained(where)
     assert type(pipeline.transformer).__name__ == "WanTransformer3DModel"
@@ -270,6 +271,11 @@ def test_weights_lie_beside_the_pipeline_which_loads_unchanged(
 def test_trained_actions_that_are_not_there_are_missed(folder: Path) -> None:
     card = with_actions(card_of(folder), NAMES)
     check_source(card)
+    new = ModelInstance.from_folder(card, folder, tasks=())
+    assert new.weights_bytes("actions") == 3 * 32 * 4
+    weight: Any = new.module("actions").state_dict()["embedding.weight"]
+    assert weight.shape == (3, 32)
+    assert not weight.any()
     trained = card.model_copy(update={"recipe": card.recipe.model_copy(update={"weights": {"actions": "0" * 64}})})
     with pytest.raises(SourceError, match="holds no 'actions'"):
         check_source(trained)

@@ -39,6 +39,7 @@ OTHER_PARAMS: dict[str, Any] = {
     "solver": "euler",
     "shift": 1.0,
     "seed": 8,
+    "actions": ("left",),
 }
 OTHER_PRECISION = {"serve": "bfloat16", "train": "bfloat16", "text_padding": "folded"}
 
