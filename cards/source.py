@@ -311,11 +311,7 @@ def load_unchanged(component: Component, folder: Path, stamp: Stamp, device: tor
     Raises :class:`SourceError` when they are missing or are other files now: half of a model would be of other weights.
     The global random numbers stay where they are, whenever it is called.
     """
-    if not stamp and component.class_name not in BESIDE:
-        raise SourceError(
-            f"{folder} holds no {component.subfolder!r}: the card calls it optional, but this request needs it; "
-            "add it to the folder, or ask for less"
-        )
+    _check_there(component, folder, stamp)
     if weights_stamp(component, folder) != stamp:
         raise SourceError(
             f"the weights in {folder / component.subfolder} changed since the model was loaded: load again"
@@ -323,6 +319,20 @@ def load_unchanged(component: Component, folder: Path, stamp: Stamp, device: tor
     # The lock first: random numbers are the process's, not the thread's.
     with _BUILDING, torch.inference_mode(False), torch.random.fork_rng(devices=()):
         return load_component(component, folder, device)
+
+
+def plan_component(component: Component, folder: Path, stamp: Stamp) -> nn.Module:
+    """:func:`build_on_meta` for a component whose files were stamped; raises ``SourceError`` where there were none."""
+    _check_there(component, folder, stamp)
+    return build_on_meta(component, folder)
+
+
+def _check_there(component: Component, folder: Path, stamp: Stamp) -> None:
+    if not stamp and component.class_name not in BESIDE:
+        raise SourceError(
+            f"{folder} holds no {component.subfolder!r}: the card calls it optional, but this request needs it; "
+            "add it to the folder, or ask for less"
+        )
 
 
 def load_component(component: Component, folder: Path, device: torch.device | str = "cpu") -> Any:

@@ -23,7 +23,7 @@ from cards.card import Component, ModelCard
 from cards.errors import UserError, unknown_name
 from cards.needs import MODULE_KINDS, Needs, needed_components, optional_components, request_needs
 from cards.registry import family
-from cards.source import build_on_meta, check_source, load_component, load_unchanged, weights_stamp
+from cards.source import check_source, load_component, load_unchanged, plan_component, weights_stamp
 from inference.resident import Once, Resident, adapter_context
 from inference.scheduling.placement import Pool, pools_of, serving
 from inference.sleep import state_of
@@ -115,7 +115,7 @@ class ModelInstance:
                 stamp = weights_stamp(component, folder)
                 residents[cid] = Resident(
                     Once(partial(load_unchanged, component, folder, stamp, where)),
-                    blueprint=Once(partial(build_on_meta, component, folder)),
+                    blueprint=Once(partial(plan_component, component, folder, stamp)),
                 )
         tokenizers = [c for c in known.values() if c.kind in TOKENIZER_KINDS]
         return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device, elsewhere)

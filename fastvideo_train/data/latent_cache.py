@@ -23,7 +23,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class LatentRow:
     caption: str
     key: str  # sha256 of the video file; the tensor's name in its shard
     shard: str  # file name of the shard
-    actions: Sequence[str] = ()  # as written in metadata.jsonl, one a chunk
+    actions: tuple[str, ...] = ()  # as written in metadata.jsonl, one a chunk
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def read_index(folder: str | Path, *, cache_dir: str | Path, vae_digest: str, ge
     record = json.loads(source.read_text(encoding="utf-8"))
     return LatentIndex(
         root=root,
-        rows=tuple(LatentRow(**row) for row in record["rows"]),
+        rows=tuple(LatentRow(**{**row, "actions": tuple(row.get("actions", ()))}) for row in record["rows"]),
         skipped=tuple(Skipped(**item) for item in record["skipped"]),
         report=report,
     )
@@ -310,7 +310,7 @@ def _index_of(scan: FolderScan, root: Path, stored: Mapping[str, str], failed: M
             caption=clip.row.caption,
             key=clip.sha256,
             shard=stored[clip.sha256],
-            actions=clip.row.actions,
+            actions=tuple(clip.row.actions),
         )
         for position, clip in enumerate(usable)
     )
