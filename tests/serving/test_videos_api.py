@@ -234,7 +234,7 @@ BAD = [
     ({"guidance_scale": -1}, None, "guidance: got -1"),
     ({"guidance_scale": 10**400}, "guidance_scale", ""),
     ({"seed": -1}, "seed", ""),
-    ({"solver": "heun"}, None, "expected one of: dpm2, euler, unipc"),
+    ({"solver": "heun"}, None, "expected one of: dpm2, euler, lcm, unipc"),
     ({"fps": 0}, "fps", "greater than 0"),
     ({"steps": 3}, "steps", "unknown field 'steps'; expected one of: fps, guidance_policy"),
 ]
