@@ -37,6 +37,18 @@ def options(arguments: list[str], defaults: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def text_options(arguments: list[str], defaults: dict[str, str]) -> dict[str, str]:
+    """``name=<text>`` arguments over defaults; ends the program with a message for any other."""
+    found = dict(defaults)
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name not in found or not value:
+            print(f"got {argument!r}; expected {' or '.join(f'{key}=...' for key in found)}", file=sys.stderr)
+            raise SystemExit(2)
+        found[name] = value
+    return found
+
+
 def machine() -> str:
     load = os.getloadavg()[0]
     return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {load:.1f}"

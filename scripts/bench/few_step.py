@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 
-from _tools import report
+from _tools import report, text_options
 
 from inference.engine import Engine
 from inference.instance import ModelInstance
@@ -22,17 +22,6 @@ from inference.request import Request
 GOAL = 10.0
 DEFAULTS = {"student": "", "teacher": "wan21", "steps": "50", "guidance": "3", "videos": "6"}
 PROMPTS = ("a red circle moves left", "two blue squares", "a green triangle stays still")
-
-
-def parse(arguments: list[str]) -> dict[str, str]:
-    chosen = dict(DEFAULTS)
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name not in chosen or not value:
-            print(f"got {argument!r}; expected {' or '.join(f'{key}=...' for key in chosen)}", file=sys.stderr)
-            raise SystemExit(2)
-        chosen[name] = value
-    return chosen
 
 
 def load(name: str) -> ModelInstance:
@@ -49,7 +38,7 @@ def seconds(instance: ModelInstance, request: Request) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    chosen = parse(arguments)
+    chosen = text_options(arguments, DEFAULTS)
     if not chosen["student"]:
         print("few_step: no student=<export> given; nothing is measured")
         return 0

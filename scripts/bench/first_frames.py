@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 
-from _tools import report
+from _tools import report, text_options
 
 from cards.registry import FAMILIES, family
 from inference.engine import Engine
@@ -21,19 +21,8 @@ GOAL = 1 / 3
 DEFAULTS = {"card": "wan_causal", "clips": "10", "frames": "9"}
 
 
-def parse(arguments: list[str]) -> dict[str, str]:
-    chosen = dict(DEFAULTS)
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name not in chosen or not value:
-            print(f"got {argument!r}; expected {' or '.join(f'{key}=...' for key in chosen)}", file=sys.stderr)
-            raise SystemExit(2)
-        chosen[name] = value
-    return chosen
-
-
 def main(arguments: list[str]) -> int:
-    chosen = parse(arguments)
+    chosen = text_options(arguments, DEFAULTS)
     name = chosen["card"]
     engine = Engine(cache_bytes=0)
     engine.load(family(name).card("tiny") if name in FAMILIES else name)

@@ -403,8 +403,9 @@ def test_worlds_whose_acts_wait_do_not_hold_up_those_who_need_their_bytes(instan
     large = engine.submit(replace(REQUEST, frames=13), load_like(instance, window=6))
     handles = [session.act() for session in sessions]
     drain(engine)
-    for handle in (running, large, *handles):
-        handle.result()
+    assert [h.result().latents.shape[1] for h in (running, large, *handles)] == [2, 4, 1, 1]
+    for session, seed in zip(sessions, (1, 2), strict=True):
+        assert_same(acted(session, 1), acted(session_of(instance, seed=seed), 1, 1, 1)[2:])
 
 
 def load_like(instance: ModelInstance, **options: Any) -> ModelInstance:

@@ -266,6 +266,21 @@ def test_interleaved_rollouts_are_the_serial_ones_to_the_bit(folder: Path) -> No
     assert interleave_gate(instance, requests, batching="shape").passed
 
 
+def test_rollouts_and_plain_denoising_share_an_engine_to_the_bit(folder: Path, instance: ModelInstance) -> None:
+    """Kinds mixed: a causal card and the plain one of the same weights, step by step in one engine."""
+    from cards.wan21.card import card_from_folder as plain_card
+
+    card = plain_card(folder)
+    plain = Engine().load(card.model_copy(update={"sampling": instance.card.sampling.model_copy(update={"steps": 4})}))
+    requests = [(REQUEST, instance), (replace(REQUEST, seed=9, frames=9), plain), (replace(REQUEST, seed=6), instance)]
+    alone = [served(target, request).latents for request, target in requests]
+    engine = Engine(cache_bytes=0)
+    handles = [engine.submit(request, target) for request, target in requests]
+    while engine.tick():
+        pass
+    assert all(torch.equal(h.result().latents, latents) for h, latents in zip(handles, alone, strict=True))
+
+
 def test_cancelling_frees_the_slab(instance: ModelInstance) -> None:
     engine = Engine(cache_bytes=0)
     handles = [engine.submit(replace(REQUEST, seed=seed), instance) for seed in (1, 2)]
