@@ -135,12 +135,13 @@ SELF_FORCING = (*DMD2[1:], "method=self_forcing", "card=wan_causal")
 
 
 @pytest.fixture(scope="session")
-def method_overrides() -> dict[str, tuple[str, ...]]:
-    """Small runs of the methods."""
+def method_overrides(wan_folder: Path) -> dict[str, tuple[str, ...]]:
+    """Small runs of the methods from ``wan_folder``."""
+    teacher = f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}"
     return {
         "diffusion_nft": NFT,
         "finetune": FINETUNE,
         "dmd2": DMD2,
         "dmd2-gan": DMD2_GAN,
-        "self_forcing": SELF_FORCING,
+        "self_forcing": (*SELF_FORCING, teacher),
     }

@@ -22,8 +22,6 @@ def test_resume_equals_the_uninterrupted_run(
     differences: Callable[[Any, Any], list[str]],
 ) -> None:
     common = (*method_overrides[method], f"card.source={wan_folder}", f"steps={STEPS}", "save_every=2", "seed=3")
-    if method == "self_forcing":
-        common = (*common, f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}")
     runs.run(f"run={method}-whole", *common)
     at = random.randrange(1, STEPS - 1)
     print(f"killed once {at} rows of metrics were written")

@@ -24,7 +24,9 @@ def _latents(export: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "steps"), [("finetune", 6), ("diffusion_nft", 2), ("dmd2", 4), ("dmd2-gan", 3)])
+@pytest.mark.parametrize(
+    ("method", "steps"), [("finetune", 6), ("diffusion_nft", 2), ("dmd2", 4), ("dmd2-gan", 3), ("self_forcing", 3)]
+)
 def test_ddp_and_fsdp2_equal_one_process(
     method: str, steps: int, runs: Any, wan_folder: Path, method_overrides: dict[str, tuple[str, ...]]
 ) -> None:
@@ -43,5 +45,6 @@ def test_ddp_and_fsdp2_equal_one_process(
         relative = max(gap / max(1.0, abs(float(row["train/loss"]))) for gap, row in zip(gaps, reference, strict=True))
         difference = (_latents(runs.outputs / f"{method}-{plan}" / "export") - expected).abs().max().item()
         print(f"{method} {plan}: largest loss difference {max(gaps):.2e}, latents {difference:.2e}")
+        assert [row.get("train/exit_rung") for row in rows] == [row.get("train/exit_rung") for row in reference]
         assert relative <= LOSS_TOLERANCE
         assert difference <= LATENT_TOLERANCE
