@@ -193,6 +193,9 @@ class ScoreSampling(_Part):
 
 class Sampling(_Part):
     """Defaults of a request."""
+    grid: int = Field(default=1, ge=1, exclude_if=lambda value: value == 1)
+    """A picture holds ``grid`` x ``grid`` of the frames, for a model that was trained on such pictures; a card without
+    has it neither in its JSON nor in its digest."""
 
     frames: int
     height: int

@@ -103,7 +103,10 @@ def resolve_score(request: Request, card: ModelCard) -> ResolvedRequest:
     assert request.inputs is not None
     given = len(request.inputs["pixels"])
     params = ScoreParams(
-        frames=given if frames is None else min(int(frames), given), rows=score.rows, divisor=score.divisor
+        frames=given if frames is None else min(int(frames), given),
+        rows=score.rows,
+        divisor=score.divisor,
+        grid=score.grid,
     )
     return ResolvedRequest(request=request, params=params, negative_prompt="")
 

@@ -41,10 +41,10 @@ def _tokens(cells: tuple[int, int, int], geometry: Geometry) -> int:
 
 
 def _sampling(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> Forecast:
-    """A loop with a step for each of the request's; guidance branches, or the frames of a score, as rows."""
+    """A loop with a step for each of the request's; guidance branches, or the pictures of a score, as rows."""
     tokens = 1
     if isinstance(params, ScoreParams):
-        return Forecast(params.steps, min(params.rows, params.frames), tokens)
+        return Forecast(params.steps, min(params.rows, params.pictures), tokens)
     if isinstance(params, SamplingParams):
         tokens = card.geometry.tokens(params.frames, params.height, params.width)
     return Forecast(params.steps, 2 if params.guided else 1, tokens)

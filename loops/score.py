@@ -1,7 +1,10 @@
-"""The score loop: the frames of a clip are compared with its prompt, a few in each forward.
+"""The score loop: pictures of a clip are compared with its prompt, a few in each forward.
 
-A row of a call is one frame beside its request's text embedding, so equal calls of different requests merge whatever
-their prompts and clip sizes. Frames are prepared a forward ahead, never all at once.
+A picture is a frame, or several frames side by side for a model that was trained to see motion in them. A row of a call
+is one picture beside its request's text embedding, so equal calls of different requests merge whatever their prompts
+and clip sizes. Pictures are prepared a forward ahead, never all at once.
+
+Legend: F frames, P pictures, H W pixels.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ class ScoreParams:
     frames: int
     """How many frames are looked at, spread evenly; at most as many as there are."""
     rows: int
-    """Frames in one forward, at most."""
+    """Pictures in one forward, at most."""
     divisor: float
     """Similarities are divided by it."""
+    grid: int = 1
+    """A picture holds ``grid`` x ``grid`` frames in reading order."""
     seed: int = 0
     """Nothing is drawn."""
 
@@ -46,9 +51,14 @@ class ScoreParams:
         return False
 
     @property
+    def pictures(self) -> int:
+        """How many pictures the frames make."""
+        return math.ceil(self.frames / self.grid**2)
+
+    @property
     def steps(self) -> int:
-        """Forwards over frames."""
-        return math.ceil(self.frames / self.rows)
+        """Forwards over pictures."""
+        return math.ceil(self.pictures / self.rows)
 
 
 @dataclass(frozen=True)
@@ -56,29 +66,29 @@ class Score:
     """What the loop leaves."""
 
     value: float
-    """Mean over the frames that were looked at."""
+    """Mean over the pictures."""
     frames_F: Tensor
-    """(F,) float64 on CPU: the score of each."""
+    """(P,) float64 on CPU: the score of each picture."""
     indices: tuple[int, ...]
-    """Which frames of the clip they are."""
+    """Which frames of the clip were looked at."""
 
 
 class ScoreLoop(Loop):
-    """``score``: one REWARD_BATCH for every ``rows`` frames; reads the slots ``text`` (1, D) and ``pixels``."""
+    """``score``: one REWARD_BATCH for every ``rows`` pictures; reads the slots ``text`` (1, D) and ``pixels``."""
 
     def init(self, params: ScoreParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None and params is not None
         frames_FHWC: Tensor = ctx.slots["pixels"]
         indices = spread(len(frames_FHWC), params.frames)
-        chosen_FHWC = frames_FHWC[indices]
+        pictures_PHWC = tiled(frames_FHWC[indices], params.grid)
         return LoopState(
             step=0,
             total=params.steps,
             params=params,
             tensors={
-                "frames": chosen_FHWC,
+                "frames": pictures_PHWC,
                 "text": ctx.slots["text"],
-                "pixels": instance.pixels(chosen_FHWC[: params.rows]),
+                "pixels": instance.pixels(pictures_PHWC[: params.rows]),
             },
             captured={"scores": []},
             facts={"component": ctx.spec.components["scorer"], "cost": ctx.spec.cost, "indices": tuple(indices)},
@@ -116,3 +126,15 @@ def spread(total: int, wanted: int | None) -> list[int]:
     if wanted is None or wanted >= total:
         return list(range(total))
     return [int((i + 0.5) * total / wanted) for i in range(wanted)]
+
+
+def tiled(frames_FHWC: Tensor, grid: int) -> Tensor:
+    """(P, grid H, grid W, 3): every ``grid`` x ``grid`` frames as one picture, in reading order; the last frame fills
+    up the last picture. ``grid`` 1 gives the frames."""
+    if grid == 1:
+        return frames_FHWC
+    short = -len(frames_FHWC) % grid**2
+    whole_FHWC = torch.cat([frames_FHWC, frames_FHWC[-1:].expand(short, -1, -1, -1)])
+    _, height, width, channels = whole_FHWC.shape
+    cells = whole_FHWC.reshape(-1, grid, grid, height, width, channels).transpose(2, 3)
+    return cells.reshape(-1, grid * height, grid * width, channels)

@@ -18,6 +18,7 @@ from inference.parity.requests import noise_frames
 from inference.parity.transformers_library import ClipLibrary
 from inference.request import Request
 from loops.loop import ModelCall
+from loops.score import tiled
 
 PROMPTS = ("a red circle moves left", "")
 SCORE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -67,7 +68,7 @@ def _loop_level(instance: ModelInstance, task: str, library: ClipLibrary, seed: 
         ours = engine.run(request, instance).score
         assert ours is not None
         driven.append(score_difference(ours, drive_slots(instance, request)["score"]))
-        logits_F = library.forward(prompt, frames_FHWC).logits_per_image[:, 0]
+        logits_F = library.forward(prompt, tiled(frames_FHWC, score.grid)).logits_per_image[:, 0]
         forwards.append(tensor_difference(ours.frames_F, logits_F.double().cpu() / _divisor(instance)))
     tolerance = instance.card.parity.tolerances["C1"]
     yield GateReport("C1", "engine == reference driver", worst(driven), tolerance)

@@ -104,6 +104,16 @@ def test_another_architecture_is_refused(own: Path) -> None:
         card_from_folder(own)
 
 
+def test_a_card_whose_pictures_are_frames_says_nothing_of_a_grid(folder: Path) -> None:
+    """So that cards from before there were grids keep their digest."""
+    card = card_of(folder)
+    assert card.sampling.score is not None and card.sampling.score.grid == 1
+    assert "grid" not in card.to_json()
+    grid = card.sampling.score.model_copy(update={"grid": 2})
+    other = card.model_copy(update={"sampling": card.sampling.model_copy(update={"score": grid})})
+    assert other.digest != card.digest and ModelCard.from_json(other.to_json()) == other
+
+
 # -- inputs of a program
 
 

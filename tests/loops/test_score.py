@@ -12,7 +12,7 @@ from inference.instance import ModelInstance
 from loops.component import ComponentLoop
 from loops.drive import drive
 from loops.loop import Done, LoopContext, LoopState, StepResult, WorkPlan, WorkUnit
-from loops.score import ScoreLoop, ScoreParams, spread
+from loops.score import ScoreLoop, ScoreParams, spread, tiled
 from tests.support.tiny_clip import SIDE, save_tiny_clip
 
 FRAMES = torch.randint(0, 256, (7, 20, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -85,3 +85,26 @@ def test_a_state_that_was_saved_goes_on_to_the_bit(clip: ModelInstance, ctx: Loo
     middle, _ = walk(clip, start, upto=1)
     rested = LoopState.resume(middle.save(), middle.shared)
     assert torch.equal(ScoreLoop().finalize(walk(clip, rested)[0]).value.frames_F, expected.frames_F)
+
+
+def test_a_grid_of_frames_is_one_picture_in_reading_order() -> None:
+    levels = torch.arange(1, 7, dtype=torch.uint8)
+    frames = levels[:, None, None, None].expand(-1, 2, 3, 3)
+    first, second = tiled(frames, 2)
+    assert first.shape == (4, 6, 3)
+    assert first[::2, ::3, 0].tolist() == [[1, 2], [3, 4]]
+    assert second[::2, ::3, 0].tolist() == [[5, 6], [6, 6]]  # the last frame fills up
+    assert torch.equal(first[:2, :3], frames[0]) and torch.equal(first[2:, 3:], frames[3])
+    assert tiled(frames, 1) is frames
+
+
+def test_a_picture_of_several_frames_is_one_row(clip: ModelInstance, ctx: LoopContext) -> None:
+    params = ScoreParams(frames=7, rows=1, divisor=1.0, grid=2)
+    assert (params.pictures, params.steps) == (2, 2)
+    state, plans = walk(clip, ScoreLoop().init(params, clip, ctx))
+    assert [plan.calls[0].rows for plan in plans] == [1, 1]
+    pictures = LoopContext(spec=ctx.spec, slots={**ctx.slots, "pixels": tiled(FRAMES, 2)})
+    expected = drive(ScoreLoop(), ScoreParams(2, 1, 1.0), clip, pictures).value  # type: ignore[arg-type]
+    score = ScoreLoop().finalize(state).value
+    assert torch.equal(score.frames_F, expected.frames_F)
+    assert score.indices == tuple(range(7))
