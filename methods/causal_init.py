@@ -26,9 +26,10 @@ from loops.chunk_rollout import ChunkOptions
 from loops.flow import loss_weight, sample_sigmas
 from loops.loop import ModelCall, Profile
 from loops.options import read_options
-from methods.causal import causal_problems, rollout_spec
+from methods.causal import causal_problems, on_ladder, rollout_spec
 from methods.finetune import Finetune
 from methods.forward import encode_prompts
+from methods.ladder import ladder_sigmas
 from methods.method import Baseline, Context, Update
 from methods.random import address_seed, generator_at, noise_like
 from methods.roles import STUDENT, TEACHER, Roles, trainable_component
@@ -97,6 +98,7 @@ class CausalInit(Finetune):
         way: ``teacher_forcing`` | ``ode``.
         teacher: card that samples the trajectories of ``ode``: {name, size, source, revision}.
         teacher_guidance, teacher_steps: of these samples, by Euler with the flow shift of the student's ladder.
+        rungs, ladder_shift: the ladder that ``ode`` fits and the card stores, as in dmd2; None leaves the card's.
         reuse: updates from one batch of trajectories, each with other rungs.
         past_noise: of ``teacher_forcing``: largest sigma to which the clean past is noised, so that what a rollout gets
             wrong does not add up (GameNGen, arXiv 2408.14837, Sec. 3.2.1); 0 leaves it clean.
@@ -114,6 +116,8 @@ class CausalInit(Finetune):
         teacher: Mapping[str, Any] | None = None,
         teacher_guidance: float = 3.0,
         teacher_steps: int = 20,
+        rungs: Sequence[float] | None = None,
+        ladder_shift: float = 1.0,
         reuse: int = 4,
         past_noise: float = 0.0,
         actions_only: bool = False,
@@ -129,6 +133,7 @@ class CausalInit(Finetune):
         self.teacher = teacher
         self.teacher_guidance = teacher_guidance
         self.teacher_steps = teacher_steps
+        self.ladder = None if rungs is None else ladder_sigmas(rungs, ladder_shift)
         self.reuse = reuse
         self.past_noise = past_noise
         self.actions_only = actions_only
@@ -137,6 +142,10 @@ class CausalInit(Finetune):
 
     def roles(self) -> tuple[str, ...]:
         return () if self.way == "teacher_forcing" else (TEACHER,)
+
+    def derive_card(self, card: ModelCard) -> ModelCard:
+        """The causal card on this method's ladder, if it has one."""
+        return card if self.ladder is None else on_ladder(card, self.ladder)
 
     def role_cards(self, card: ModelCard) -> dict[str, ModelCard]:
         if self.way == "teacher_forcing":

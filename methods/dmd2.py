@@ -19,15 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cards.card import ModelCard
-from cards.errors import UserError
-from cards.prediction import add_noise, expand_to, shift_sigma, timestep_to_sigma, velocity_to_x0
+from cards.prediction import add_noise, expand_to, velocity_to_x0
 from loops.guidance import combine
 from methods.collapse import CollapseWatch, contrast, motion
 from methods.distribution_matching import dmd_gradient, dmd_loss, score_sigma
 from methods.finetune import flow_loss
 from methods.forward import encode_prompts, velocity
 from methods.gan import Discriminator, features_of
-from methods.ladder import exit_rung, ladder_card, ladder_of, simulate
+from methods.ladder import exit_rung, ladder_card, ladder_of, ladder_sigmas, simulate
 from methods.method import Baseline, Context, Method, OptimizerSpec, Update
 from methods.random import address_seed, generator_at, noise_like
 from methods.roles import CRITIC, STUDENT, TEACHER, Roles
@@ -98,12 +97,7 @@ class DMD2(Method):
         **common: Any,
     ):
         super().__init__(**common)
-        if not rungs or not ladder_shift > 0:
-            raise UserError(
-                f"method rungs: got {list(rungs)} with ladder_shift {ladder_shift}, expected at least one timestep and "
-                "a shift > 0"
-            )
-        self.ladder = tuple(shift_sigma(timestep_to_sigma(float(rung)), ladder_shift) for rung in rungs)
+        self.ladder = ladder_sigmas(rungs, ladder_shift)
         self.ttur = ttur
         self.critic_lr = critic_lr
         self.critic_clip = critic_clip

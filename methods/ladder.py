@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cards.card import ModelCard
-from cards.prediction import velocity_to_x0
+from cards.errors import UserError
+from cards.prediction import shift_sigma, timestep_to_sigma, velocity_to_x0
 from inference.instance import ModelInstance
 from inference.plain_request import plain_task
 from inference.request import Request
@@ -52,6 +53,15 @@ def ladder_card(card: ModelCard, ladder: Sequence[float]) -> ModelCard:
             "sampling": card.sampling.model_copy(update={"steps": len(ladder)}),
         }
     )
+
+
+def ladder_sigmas(rungs: Sequence[float], shift: float) -> tuple[float, ...]:
+    """Sigmas of timesteps of 1000 under a flow shift."""
+    if not rungs or not shift > 0:
+        raise UserError(
+            f"method rungs: got {list(rungs)} with ladder_shift {shift}, expected at least one timestep and a shift > 0"
+        )
+    return tuple(shift_sigma(timestep_to_sigma(float(rung)), shift) for rung in rungs)
 
 
 def ladder_of(card: ModelCard) -> tuple[float, ...] | None:

@@ -21,7 +21,7 @@ from cards.errors import UserError, unknown_name
 from cards.prediction import expand_to, velocity_to_x0
 from loops.chunk_rollout import ChunkOptions, rollout, rollout_noises
 from loops.options import read_options
-from methods.causal import causal_problems, rollout_spec
+from methods.causal import causal_problems, on_ladder, rollout_spec
 from methods.distribution_matching import sid_loss
 from methods.dmd2 import DMD2, Rows
 from methods.forward import velocity
@@ -66,19 +66,9 @@ class SelfForcing(DMD2):
 
     def derive_card(self, card: ModelCard) -> ModelCard:
         """The causal card on this method's ladder."""
-        name = next(lid for lid, loop in card.loops.items() if loop is rollout_spec(card))
-        spec = card.loops[name]
-        options = spec.options
-        if self.context_noise is not None:
-            options = {**options, "context_noise": self.context_noise}
-        schedule = spec.schedule.model_copy(update={"ladder": self.ladder})
-        loop = spec.model_copy(update={"schedule": schedule, "options": options})
-        return card.model_copy(
-            update={
-                "loops": {**card.loops, name: loop},
-                "sampling": card.sampling.model_copy(update={"steps": len(self.ladder)}),
-            }
-        )
+        if self.context_noise is None:
+            return on_ladder(card, self.ladder)
+        return on_ladder(card, self.ladder, context_noise=self.context_noise)
 
     def role_cards(self, card: ModelCard) -> dict[str, ModelCard]:
         assert self.teacher is not None

@@ -266,6 +266,19 @@ def test_ode_points_lie_on_the_teachers_trajectory_at_the_rungs(causal: Any, mon
     assert torch.allclose(velocity_to_x0(points[:, -1], (points[:, -1] - samples) / sigmas[-1], sigmas[-1]), samples)
 
 
+def test_the_initialisation_may_bring_the_ladder_that_self_forcing_walks(causal: Any) -> None:
+    ladder = {"rungs": [1000, 600, 300], "ladder_shift": 1.0}
+    derived = causal_init(causal, way="ode", **ladder).derive_card(causal.card)
+    assert rollout_spec(derived).schedule.ladder == pytest.approx((1.0, 0.6, 0.3))
+    assert derived.sampling.steps == 3
+    assert derived == self_forcing(causal, **ladder).derive_card(causal.card)
+    sigmas_S = torch.tensor([1.0, 0.9, 0.62, 0.5, 0.31, 0.1])
+    assert causal_init(causal)._visited(sigmas_S, derived).tolist() == [0, 2, 4]
+    assert causal_init(causal, way="ode").derive_card(causal.card) == causal.card
+    with pytest.raises(UserError, match="rungs"):
+        causal_init(causal, rungs=[])
+
+
 # -- what it may start from
 
 
