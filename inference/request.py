@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from loops.loop import Profile
+from loops.loop import SDE, Profile
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Request:
     guidance_policy: str | None = None
     solver: str | None = None
     shift: float | None = None
+    sde: SDE | None = None
+    """Steps with noise, for the solver euler; a ROLLOUT then keeps the states around them and their log-probs. None
+    follows the ODE."""
     output: Literal["video", "latents"] = "video"
     """``latents`` runs no decoder."""
     priority: int = 0

@@ -21,6 +21,7 @@ CLIP_ONLY = (
     "guidance_policy",
     "solver",
     "shift",
+    "sde",
     "actions",
 )
 TEXT_ONLY = ("messages", "max_tokens", "temperature", "top_p", "top_k", "stop")

@@ -16,8 +16,9 @@ from inference.request import Request, ResolvedRequest
 from inference.request_checks import MAX_SEED, TEXT_ONLY, default, foreign, is_number, run_problems
 from inference.resolve_text import resolve_score, resolve_text
 from loops.guidance import guidance_policy
-from loops.loop import Profile, SamplingParams
-from loops.registry import check_params
+from loops.loop import SDE, Profile, SamplingParams
+from loops.registry import LOOPS, check_params
+from loops.sde import SDE_KINDS
 from loops.solvers import SOLVERS
 
 CAPTURES = ("trajectory", "velocities")
@@ -123,6 +124,7 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
     params = SamplingParams(
         **{**values, "guidance": float(values["guidance"]), "shift": float(values["shift"])},
         actions=() if request.actions is None else tuple(request.actions),
+        sde=request.sde,
     )
     check_params(params, spec, card)
     return ResolvedRequest(
@@ -166,6 +168,8 @@ def _problems(
             found.append(str(error))
     if values["solver"] not in SOLVERS:
         found.append(str(unknown_name("solver", str(values["solver"]), SOLVERS)))
+    if request.sde is not None:
+        found += _sde_problems(request.sde, values, spec_kind)
     if isinstance(request.actions, str):
         found.append(f"actions: got the string {request.actions!r}, expected a tuple of names, one a chunk")
     if request.output not in OUTPUTS:
@@ -180,3 +184,33 @@ def _problems(
     if request.capture and request.profile is Profile.SERVE:
         found.append("capture: a SERVE request keeps no behaviour; use profile=Profile.ROLLOUT")
     return found
+
+
+def _sde_problems(sde: Any, values: dict[str, Any], spec_kind: str) -> list[str]:
+    """What is wrong with a request's SDE for the loop and the settled values."""
+    if not isinstance(sde, SDE):
+        return [f"sde: got {sde!r}, expected an SDE (kind, level, window), or nothing for the ODE"]
+    found = []
+    if not LOOPS[spec_kind].takes_sde:
+        able = ", ".join(sorted(kind for kind, loop in LOOPS.items() if loop.takes_sde))
+        found.append(f"sde: got one for a loop of kind {spec_kind!r}, expected none; the kinds that take it: {able}")
+    if values["solver"] != "euler":
+        found.append(f"sde: got solver={values['solver']!r}, expected 'euler', whose steps stand alone; set solver")
+    if sde.kind not in SDE_KINDS:
+        found.append(str(unknown_name("SDE kind", str(sde.kind), SDE_KINDS)))
+    if not (is_number(sde.level, numbers.Real) and math.isfinite(sde.level) and sde.level > 0):
+        found.append(f"sde level: got {sde.level!r}, expected a number > 0; for the ODE leave sde out")
+    elif sde.kind == "cps" and sde.level > 1:
+        found.append(f"sde level: got {sde.level!r}, expected at most 1 for cps")
+    if sde.window is not None:
+        found += _window_problems(sde.window, values["steps"])
+    return found
+
+
+def _window_problems(window: Any, steps: Any) -> list[str]:
+    whole = (
+        isinstance(window, tuple | list) and len(window) == 2 and all(is_number(n, numbers.Integral) for n in window)
+    )
+    if whole and is_number(steps, numbers.Integral) and 0 <= window[0] < window[1] <= steps:
+        return []
+    return [f"sde window: got {window!r}, expected (start, stop) with 0 <= start < stop <= steps = {steps!r}"]

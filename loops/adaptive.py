@@ -114,6 +114,8 @@ class SkipLoop(DenoiseLoop):
     """``diffusion_denoise_skip``. Skipped steps are solver steps as all others, taken by ``advance`` itself: no plan
     of theirs is ever given, so that no runner sees a step without calls."""
 
+    takes_sde = False
+
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None
         options = read_options(SkipOptions, ctx.spec, instance.card)
@@ -178,6 +180,8 @@ class FirstBlockLoop(DenoiseLoop):
     is one forward and decides for both.
     """
 
+    takes_sde = False
+
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None
         options = read_options(AdaptiveOptions, ctx.spec, instance.card)
@@ -221,6 +225,8 @@ class Settled:
 
 class ExitLoop(DenoiseLoop):
     """``diffusion_denoise_exit``: the result is then the prediction, ``x0 = x - sigma v`` after guidance."""
+
+    takes_sde = False
 
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None

@@ -7,11 +7,13 @@ float32, one sample at a time, so that a result does not depend on its batch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from loops.guidance import guidance_policy
 from loops.loop import (
+    SDE,
     BehaviourRecord,
     Done,
     Instance,
@@ -27,7 +29,11 @@ from loops.loop import (
     WorkPlan,
     WorkUnit,
 )
+from loops.sde import sde_step
 from loops.solvers import make_solver
+
+SDE_CAPTURES = ("sde_states", "sde_log_probs")
+"""Fields of the BehaviourRecord that the steps of an SDE request fill."""
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Generator]:
@@ -38,6 +44,8 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torc
 
 class DenoiseLoop(Loop):
     """``diffusion_denoise``: one DIFFUSION_STEP a solver step."""
+
+    takes_sde = True
 
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         assert ctx.spec is not None and params is not None
@@ -54,6 +62,8 @@ class DenoiseLoop(Loop):
         tokens = geometry.tokens(params.frames, params.height, params.width)
         branches = 2 if params.guided else 1
         seconds = branches * (ctx.spec.cost.base_seconds + ctx.spec.cost.per_token_seconds * tokens)
+        record = ctx.profile is not Profile.SERVE
+        captured = (*ctx.capture, *(SDE_CAPTURES if record and params.sde is not None else ()))
         return LoopState(
             step=0,
             total=len(solver.timesteps),
@@ -61,12 +71,12 @@ class DenoiseLoop(Loop):
             tensors=tensors,
             solver=solver,
             generator=generator,
-            captured={name: [] for name in ctx.capture},
+            captured={name: [] for name in captured},
             facts={
                 "component": component,
                 "static": instance.numerics(component),
                 "seconds": seconds,
-                "record": ctx.profile is not Profile.SERVE,
+                "record": record,
             },
         )
 
@@ -113,13 +123,42 @@ class DenoiseLoop(Loop):
             state.captured["trajectory"].append(latents)
         if "velocities" in state.captured:
             state.captured["velocities"].append(velocity)
-        moved = state.solver.step(velocity, state.step, latents, state.generator)
+        if state.params.sde is None:
+            moved = state.solver.step(velocity, state.step, latents, state.generator)
+        else:
+            moved = self._sde_step(state, state.params.sde, velocity)
         return replace(state, step=state.step + 1, tensors={**state.tensors, "latents": moved})
+
+    def _sde_step(self, state: LoopState, sde: SDE, velocity: torch.Tensor) -> torch.Tensor:
+        """Latents after a step with noise; outside the window without, which is the Euler step."""
+        latents, steps = state.tensors["latents"], sde.steps(state.total)
+        noisy = state.step in steps
+        sigma, following = state.solver.grid[state.step : state.step + 2].to(latents.device).split(1)
+        reached = sde_step(sde.kind, latents, velocity, sigma, following, sde.level if noisy else 0.0)
+        if not noisy:
+            return reached.mean
+        assert state.generator is not None
+        moved = reached.sample(torch.randn(latents.shape, generator=state.generator).to(latents.device))
+        if state.facts["record"]:
+            state.captured["sde_states"] += [latents] if state.step + 1 < steps.stop else [latents, moved]
+            state.captured["sde_log_probs"].append(reached.log_prob(moved))
+        return moved
 
     def finalize(self, state: LoopState) -> LoopResult:
         behaviour = None
         if state.facts["record"]:
-            stacked = {name: torch.cat(rows) for name, rows in state.captured.items()}
+            kept: dict[str, Any] = {name: torch.cat(rows) for name, rows in state.captured.items()}
+            if state.params.sde is not None:
+                kept |= self._sde_facts(state, state.params.sde)
             visited = slice(state.step)  # all, unless the loop ended early
-            behaviour = BehaviourRecord(state.solver.sigmas[visited], state.solver.timesteps[visited], **stacked)
+            behaviour = BehaviourRecord(state.solver.sigmas[visited], state.solver.timesteps[visited], **kept)
         return LoopResult(state.tensors["latents"], behaviour)
+
+    def _sde_facts(self, state: LoopState, sde: SDE) -> dict[str, Any]:
+        """Fields of the BehaviourRecord of an SDE request that no single step knows."""
+        steps = sde.steps(state.total)
+        return {
+            "sde_steps": torch.tensor(steps),
+            "sde_sigmas": state.solver.grid[steps.start : steps.stop + 1],
+            "conditions": {name: tensor for name, tensor in state.tensors.items() if name != "latents"},
+        }

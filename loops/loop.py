@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -132,6 +132,22 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class SDE:
+    """Noise in the steps of a sampler, so that each has a log-prob; the maths is in ``loops.sde``."""
+
+    kind: str = "flow"
+    """flow | dance | cps."""
+    level: float = 0.7
+    """a > 0, how much noise; at most 1 for cps."""
+    window: tuple[int, int] | None = None
+    """Steps [start, stop) that are taken with noise, the others follow the ODE; None: all."""
+
+    def steps(self, total: int) -> range:
+        """The steps of ``total`` that are taken with noise."""
+        return range(total) if self.window is None else range(*self.window)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """What a denoising loop needs of a request, resolved and checked against the card."""
 
@@ -149,6 +165,8 @@ class SamplingParams:
     seed: int
     actions: tuple[str, ...] = ()
     """One a chunk, of those that a card of chunked clips names; () where it names none."""
+    sde: SDE | None = None
+    """None follows the ODE."""
 
     @property
     def guided(self) -> bool:
@@ -225,6 +243,17 @@ class BehaviourRecord:
     """(N, C, T, H, W) inputs of the network."""
     velocities: Tensor | None = None
     """(N, C, T, H, W) what the solver was told, after guidance."""
+    sde_steps: Tensor | None = None
+    """(K,) int64, steps that were taken with noise; this field and those below are kept of every SDE request."""
+    sde_sigmas: Tensor | None = None
+    """(K + 1,) float32, before each of these steps and after the last."""
+    sde_states: Tensor | None = None
+    """(K + 1, C, T, H, W) float32, the latents at these sigmas: each step begins where the one before ended."""
+    sde_log_probs: Tensor | None = None
+    """(K,) float32, of each step as it was taken."""
+    conditions: Mapping[str, Tensor] | None = None
+    """What every forward took besides latents and timestep, by name (1, ...), and ``negative_text`` of a guided
+    request: shared with whoever else was given the same, not to be written to."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +350,9 @@ class Instance(Protocol):
 
 class Loop(ABC):
     """See the module's docstring. A loop object is stateless and shared by all requests."""
+
+    takes_sde: ClassVar[bool] = False
+    """Whether it honours ``SamplingParams.sde``."""
 
     @abstractmethod
     def init(self, params: Any, instance: Instance, ctx: LoopContext) -> LoopState:

@@ -64,7 +64,9 @@ class Solver:
         self.scheduler.set_begin_index(0)
         self.renoises = name in RENOISING
         self.timesteps: Tensor = self.scheduler.timesteps
-        self.sigmas: Tensor = self.scheduler.sigmas[: len(self.timesteps)].to(torch.float32)
+        self.grid: Tensor = self.scheduler.sigmas.to(torch.float32)
+        """(N + 1,): ``sigmas``, then where the last step leads."""
+        self.sigmas: Tensor = self.grid[: len(self.timesteps)]
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Latents after step ``index``, shaped as ``latents``; ``generator`` (CPU) is for a solver that re-noises."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -17,6 +17,9 @@ from inference.request import Request
 from loops.ar_decode import Completion
 from loops.loop import BehaviourRecord
 from loops.score import Score
+
+Kept = Tensor | Mapping[str, Tensor] | None
+"""A field of what a request leaves."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,13 @@ def score_difference(ours: Score | None, theirs: Score | None) -> float:
     return tensor_difference(ours.frames_F, theirs.frames_F) if ours.indices == theirs.indices else math.inf
 
 
-def _optional_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+def _optional_difference(ours: Kept, theirs: Kept) -> float:
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
+    if isinstance(ours, Mapping) or isinstance(theirs, Mapping):
+        if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping) and set(ours) == set(theirs)):
+            return math.inf
+        return worst(tensor_difference(ours[name], theirs[name]) for name in ours)
     return tensor_difference(ours, theirs)
 
 

@@ -16,7 +16,7 @@ from inference.cache.feature import FeatureCache
 from inference.cache.keys import CacheKey, PrefixRoot, adapter_set, feature_key, plan_hash
 from inference.instance import ModelInstance, Resident
 from inference.load import card_of
-from loops.loop import ModelCall, SamplingParams, WorkPlan, WorkUnit
+from loops.loop import SDE, ModelCall, SamplingParams, WorkPlan, WorkUnit
 
 PARAMS = SamplingParams(
     frames=5,
@@ -40,6 +40,7 @@ OTHER_PARAMS: dict[str, Any] = {
     "shift": 1.0,
     "seed": 8,
     "actions": ("left",),
+    "sde": SDE(),
 }
 OTHER_PRECISION = {"serve": "bfloat16", "train": "bfloat16", "text_padding": "folded"}
 
