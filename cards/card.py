@@ -39,6 +39,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Source(_Part):
+    """Where the weights come from."""
+
+    kind: Literal["bundled", "folder", "hub", "none"]
+    location: str = ""
+    """Name of the bundled folder, absolute path, or hub id. A card inside its own folder says ".", wherever that is."""
+    revision: str | None = None
+
+
 class Component(_Part):
     """A module of the model: its class, where its weights are and which tasks need it."""
 
@@ -59,6 +68,10 @@ class Component(_Part):
     class_name: str
     subfolder: str
     """Folder of the component inside the source; "." where the source is the component's own folder."""
+    source: Source | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Where its weights come from, where that is not the card's own source."""
+    beside: bool = Field(default=False, exclude_if=lambda value: not value)
+    """It is a folder that transformers saved, beside a pipeline whose model_index.json does not name it."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Config for building it without a source (memory plans, random weights); empty when the source has it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -69,15 +82,6 @@ class Component(_Part):
     layout: Literal["fast", "library"] = Field(default="fast", exclude_if=lambda value: value == "fast")
     """How weights lie in a CPU's memory: as its kernels like them best, or as the library lays them, which gives the
     library's own last bits; "fast" is neither in the JSON nor in the digest."""
-
-
-class Source(_Part):
-    """Where the weights come from."""
-
-    kind: Literal["bundled", "folder", "hub", "none"]
-    location: str = ""
-    """Name of the bundled folder, absolute path, or hub id. A card inside its own folder says ".", wherever that is."""
-    revision: str | None = None
 
 
 class Guidance(_Part):
@@ -186,16 +190,16 @@ class ScoreSampling(_Part):
     frames: int | None = 4
     """Frames of a clip that are looked at, spread evenly; None = all."""
     rows: int = 8
-    """Frames in one forward, at most."""
+    """Pictures in one forward, at most."""
     divisor: float = 100.0
     """Similarities are divided by it. The logit scale of the released CLIPs is 100, so theirs are plain cosines."""
+    grid: int = Field(default=1, ge=1, exclude_if=lambda value: value == 1)
+    """A picture holds ``grid`` x ``grid`` of the frames, for a model that was trained on such pictures; a card without
+    has it neither in its JSON nor in its digest."""
 
 
 class Sampling(_Part):
     """Defaults of a request."""
-    grid: int = Field(default=1, ge=1, exclude_if=lambda value: value == 1)
-    """A picture holds ``grid`` x ``grid`` of the frames, for a model that was trained on such pictures; a card without
-    has it neither in its JSON nor in its digest."""
 
     frames: int
     height: int

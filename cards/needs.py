@@ -30,13 +30,14 @@ class Needs:
     """Ids of the modules that they call, in the card's order."""
 
 
-def request_needs(card: ModelCard, task: str, *, guided: bool, pixels: bool, written: Collection[str] = ()) -> Needs:
-    """What a request of a task needs; ``guided`` and ``pixels`` as in :func:`cards.program.active_nodes`. A node whose
-    slot is ``written`` already does not run."""
+def request_needs(
+    card: ModelCard, task: str, *, guided: bool, pixels: bool, refined: bool = True, written: Collection[str] = ()
+) -> Needs:
+    """What a request of a task needs; ``guided``, ``pixels``, ``refined`` as in :func:`cards.program.active_nodes`. A node
+    whose slot is ``written`` already does not run."""
     _check_tasks(card, (task,))
-    nodes = tuple(
-        node for node in active_nodes(card.programs[task], guided=guided, pixels=pixels) if node.writes not in written
-    )
+    active = active_nodes(card.programs[task], guided=guided, pixels=pixels, refined=refined)
+    nodes = tuple(node for node in active if node.writes not in written)
     called: set[str] = set()
     for node in nodes:
         called |= {node.component} if node.component is not None else set()

@@ -11,8 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Condition = Literal["always", "guided", "pixels"]
-"""always | guided: the request uses classifier-free guidance | pixels: the request wants more than latents."""
+Condition = Literal["always", "guided", "pixels", "refined"]
+"""always | guided: the request uses classifier-free guidance | pixels: the request wants more than latents | refined: its
+prompt is rewritten."""
 
 
 class Input(BaseModel):
@@ -41,6 +42,7 @@ class Node(BaseModel):
     reads: tuple[str, ...]
     """Slots that it needs; ``prompt``, ``negative_prompt`` and the program's inputs come from the request."""
     writes: str
+    """A text loop that writes ``prompt`` leaves its words there, for the nodes after it in place of the request's."""
     component: str | None = None
     op: str | None = None
     """Operation of the family's table, e.g. ``encode`` or ``decode``."""
@@ -80,11 +82,11 @@ class Program(BaseModel):
                     found.append(f"{where}: reads slot {slot!r} before any node writes it")
                 elif filled[slot] not in ("always", node.when):
                     found.append(f"{where}: runs {node.when}, but slot {slot!r} is written when {filled[slot]} only")
-            filled[node.writes] = node.when
+            filled[node.writes] = "always" if filled.get(node.writes) == "always" else node.when
         return found
 
 
-def active_nodes(program: Program, *, guided: bool, pixels: bool) -> tuple[Node, ...]:
+def active_nodes(program: Program, *, guided: bool, pixels: bool, refined: bool = True) -> tuple[Node, ...]:
     """The nodes that a request needs, in order."""
-    true = {"always": True, "guided": guided, "pixels": pixels}
+    true = {"always": True, "guided": guided, "pixels": pixels, "refined": refined}
     return tuple(node for node in program.nodes if true[node.when])

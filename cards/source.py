@@ -140,9 +140,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def component_folder(component: Component, folder: Path) -> Path:
+    """Where a component's files are: in the card's ``folder``, or in a source of the component's own."""
+    return (folder if component.source is None else resolve_folder(component.source)) / component.subfolder
+
+
 def is_new(component: Component, folder: Path) -> bool:
     """Whether the folder has no weights of a component that may begin as new."""
-    return component.class_name in BESIDE and not (folder / component.subfolder).is_dir()
+    return component.class_name in BESIDE and not component_folder(component, folder).is_dir()
 
 
 # -- strict checks without loading
@@ -190,22 +195,23 @@ def build_on_meta(component: Component, folder: Path | None = None) -> nn.Module
 
     cls = library_class(component.library, component.class_name)
     folder = None if folder is not None and is_new(component, folder) else folder
-    config = read_json(folder / component.subfolder / "config.json") if folder is not None else dict(component.config)
+    where = None if folder is None else component_folder(component, folder) / "config.json"
+    config = dict(component.config) if where is None else read_json(where)
     try:
         with _BUILDING, init_empty_weights(include_buffers=False):
             if component.library == "diffusers":
                 return cls.from_config(config)
             return cls(cls.config_class.from_dict(config))
     except Exception as error:
-        where = "the card's config" if folder is None else folder / component.subfolder / "config.json"
+        said = "the card's config" if where is None else where
         raise SourceError(
-            f"{where} builds no {component.class_name}: {type(error).__name__}: {error}; expected its own config"
+            f"{said} builds no {component.class_name}: {type(error).__name__}: {error}; expected its own config"
         ) from error
 
 
 def check_weights(component: Component, folder: Path) -> None:
     """Raises :class:`SourceError` that names every missing, unexpected and misshapen key of a component."""
-    where = folder / component.subfolder
+    where = component_folder(component, folder)
     module = build_on_meta(component, folder)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
@@ -236,16 +242,21 @@ def check_source(card: ModelCard, tasks: Collection[str] | None = None) -> Path:
     """
     folder = resolve_folder(card.source, card.root)
     needed, optional = needed_components(card, tasks), optional_components(card, tasks)
-    whole = all(component.subfolder == OWN_FOLDER for component in (*needed.values(), *optional.values()))
+    whole = all(_stands_alone(component) for component in (*needed.values(), *optional.values()))
     index = {} if whole else read_json(folder / "model_index.json")
     for cid, component in needed.items():
         if is_new(component, folder) and cid in card.recipe.weights:
             raise SourceError(f"{folder} holds no {component.subfolder!r}, whose weights the card was trained with")
         _check_component(cid, component, folder, index)
     for cid, component in optional.items():
-        if component.subfolder == OWN_FOLDER or (index.get(component.subfolder) or [None])[0] is not None:
+        if _stands_alone(component) or (index.get(component.subfolder) or [None])[0] is not None:
             _check_component(cid, component, folder, index)
     return folder
+
+
+def _stands_alone(component: Component) -> bool:
+    """Whether no model_index.json has to name it."""
+    return component.subfolder == OWN_FOLDER or component.source is not None or component.beside
 
 
 def _check_component(cid: str, component: Component, folder: Path, index: Mapping[str, Any]) -> None:
@@ -255,30 +266,29 @@ def _check_component(cid: str, component: Component, folder: Path, index: Mappin
         if not is_new(component, folder):
             check_weights(component, folder)
         return
-    entry = _own_entry(component, folder) if component.subfolder == OWN_FOLDER else index.get(component.subfolder)
+    where = component_folder(component, folder)
+    entry = _own_entry(component, where) if _stands_alone(component) else index.get(component.subfolder)
     if not entry or entry[0] is None:
         raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
     if component.kind in MODULE_KINDS:
         stored = OWN_CLASSES[component.class_name][1] if component.class_name in OWN_CLASSES else component.class_name
         if entry != [component.library, stored]:
-            raise SourceError(f"{folder}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{stored}")
+            raise SourceError(f"{where}: got {'.'.join(entry)} for {cid!r}, expected {component.library}.{stored}")
         check_weights(component, folder)
     elif component.kind == "image_processor":
-        where = folder / component.subfolder
         if not any((where / name).is_file() for name in IMAGE_PROCESSOR_FILES):
             raise SourceError(f"{where} holds no {' or '.join(IMAGE_PROCESSOR_FILES)}")
     elif component.kind in ("tokenizer", "processor"):
-        where = folder / component.subfolder
         if not (where / "tokenizer_config.json").is_file():
             raise SourceError(f"missing file {where / 'tokenizer_config.json'}")
         if component.kind == "processor" and not any((where / name).is_file() for name in IMAGE_PROCESSOR_FILES):
             raise SourceError(f"{where} holds no {' or '.join(IMAGE_PROCESSOR_FILES)}")
-    elif not (folder / component.subfolder / "scheduler_config.json").is_file():
-        raise SourceError(f"missing file {folder / component.subfolder / 'scheduler_config.json'}")
+    elif not (where / "scheduler_config.json").is_file():
+        raise SourceError(f"missing file {where / 'scheduler_config.json'}")
 
 
 def _own_entry(component: Component, folder: Path) -> list[str]:
-    """What model_index.json would say of a component that is the folder itself: its config names the class."""
+    """What model_index.json would say of a component that is in a ``folder`` of its own: its config names the class."""
     if component.kind not in MODULE_KINDS:
         return [component.library, component.class_name]
     architectures = read_json(folder / "config.json").get("architectures")
@@ -298,7 +308,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 def weights_stamp(component: Component, folder: Path) -> Stamp:
     """Tells whether a component's files are still those that were checked; empty where the folder has none."""
-    where = folder / component.subfolder
+    where = component_folder(component, folder)
     if not where.is_dir():
         return ()
     stats = [(file.name, file.stat()) for file in weight_files(where)]
@@ -314,7 +324,7 @@ def load_unchanged(component: Component, folder: Path, stamp: Stamp, device: tor
     _check_there(component, folder, stamp)
     if weights_stamp(component, folder) != stamp:
         raise SourceError(
-            f"the weights in {folder / component.subfolder} changed since the model was loaded: load again"
+            f"the weights in {component_folder(component, folder)} changed since the model was loaded: load again"
         )
     # The lock first: random numbers are the process's, not the thread's.
     with _BUILDING, torch.inference_mode(False), torch.random.fork_rng(devices=()):
@@ -338,7 +348,7 @@ def _check_there(component: Component, folder: Path, stamp: Stamp) -> None:
 def load_component(component: Component, folder: Path, device: torch.device | str = "cpu") -> Any:
     """One component of a folder, in the card's dtype, eval mode, without gradients. Strict."""
     cls = library_class(component.library, component.class_name)
-    where = folder / component.subfolder
+    where = component_folder(component, folder)
     if component.kind == "tokenizer":
         from transformers import AutoTokenizer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loops.ar_decode import Completion
-from loops.loop import BehaviourRecord
+from loops.loop import BehaviourRecord, TokenBehaviour
 from loops.score import Score
 
 
@@ -45,7 +45,13 @@ class Artifact:
     behaviour: BehaviourRecord | None = None
     """Under ROLLOUT."""
     completion: Completion | None = None
-    """Text, token ids and, under ROLLOUT, log-probs of a text request."""
+    """Text, token ids and, under ROLLOUT, log-probs of a text request; the last where there are several."""
+    completions: Mapping[str, Completion] = field(default_factory=dict)
+    """Loop node -> what it said, of every text loop that ran."""
+    tokens: Mapping[str, TokenBehaviour] = field(default_factory=dict)
+    """Loop node -> what it drew, under ROLLOUT where the card keeps it."""
+    refined: str | None = None
+    """The words that the generator was given, where the card rewrote the prompt."""
     score: Score | None = None
     """Mean and frame by frame, of a score request."""
 

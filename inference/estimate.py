@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cards.card import ModelCard
+from cards.needs import MODULE_KINDS
 from cards.program import Node
 from cards.registry import family
 from inference.admission import Demand, Weights
 from inference.cost import CostBook, Workload, workload_of
 from inference.instance import ModelInstance
-from inference.peak import config_of, request_peak_bytes, text_tokens
+from inference.peak import config_of, request_peak_bytes, text_parts
 from inference.request import ResolvedRequest
 from inference.slab_kv import features_bytes
 from loops.forecast import forecast
@@ -86,7 +87,11 @@ def _forwards(resolved: ResolvedRequest, nodes: tuple[Node, ...], card: ModelCar
             continue
         spec = card.loops[node.loop]
         ahead = forecast(spec, resolved.params_of(node.id), card)
-        steps = {component: ahead.turns.get(part, ahead.steps) for part, component in spec.components.items()}
+        steps = {
+            component: ahead.turns.get(part, ahead.steps)
+            for part, component in spec.components.items()
+            if card.components[component].kind in MODULE_KINDS
+        }
         for component in sorted(steps):
             yield Workload(component, "", ahead.rows, ahead.tokens), steps[component]
 
@@ -102,15 +107,16 @@ def _clip_tokens(params: SamplingParams, card: ModelCard) -> int:
 
 
 def _held_of_text(resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
-    """Keys and values of all tokens that a text may have, where no pool holds them."""
-    card = instance.card
-    known = family(card.family).held_bytes()
-    _, tokens = text_tokens(resolved, instance)
-    components = {cid for node in nodes if node.loop is not None for cid in card.loops[node.loop].components.values()}
-    return sum(
-        known[card.components[cid].kind](config_of(instance, cid), tokens)
-        for cid in components
-        if card.components[cid].kind in known
+    """Keys and values of all tokens that the longest of its texts may have, where no pool holds them."""
+    kinds = {cid: component.kind for cid, component in instance.card.components.items()}
+    known = family(instance.card.family).held_bytes()
+    return max(
+        (
+            known[kinds[part.component]](config_of(instance, part.component), part.tokens)
+            for part in text_parts(resolved, nodes, instance).values()
+            if kinds[part.component] in known
+        ),
+        default=0,
     )
 
 
@@ -129,7 +135,8 @@ def _resident_bytes(
     if not isinstance(params, SamplingParams):
         return inputs
     channels, frames, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
-    held = inputs + SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
+    texts = 0 if pooled else _held_of_text(resolved, nodes, instance)
+    held = inputs + texts + SOLVER_BYTES + CLIPS_HELD * FLOAT_BYTES * channels * frames * height * width
     if resolved.pixels:
         held += FLOAT_BYTES * 3 * params.frames * params.height * params.width
     text = FLOAT_BYTES * card.sampling.max_sequence_length * _text_width(instance)

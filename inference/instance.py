@@ -48,12 +48,14 @@ class ModelInstance:
         tokenizer: Any,
         device: torch.device | str = "cpu",
         elsewhere: Mapping[str, Pool] | None = None,
+        tokenizers: Mapping[str, Once[Any]] | None = None,
     ):
         """``tokenizer``: the object, or a :class:`Once` that makes it; ``elsewhere``: pools of the components that are
-        not on ``device``."""
+        not on ``device``; ``tokenizers``: those that loops bind as their own, by component."""
         self.card = card
         self.residents = dict(residents)
         self._tokenizer = tokenizer
+        self._tokenizers = {} if tokenizers is None else dict(tokenizers)
         self.device = torch.device(device)
         self.elsewhere = {} if elsewhere is None else dict(elsewhere)
         """Component -> its pool, of those that run elsewhere than the request's own tensors are."""
@@ -117,25 +119,36 @@ class ModelInstance:
                     Once(partial(load_unchanged, component, folder, stamp, where)),
                     blueprint=Once(partial(plan_component, component, folder, stamp)),
                 )
-        tokenizers = [c for c in known.values() if c.kind in TOKENIZER_KINDS]
-        return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device, elsewhere)
+        bound = {loop.components["tokenizer"] for loop in card.loops.values() if "tokenizer" in loop.components}
+        own = {cid: Once(partial(load_component, known[cid], folder)) for cid in known if cid in bound}
+        tokenizers = [c for cid, c in known.items() if c.kind in TOKENIZER_KINDS and cid not in bound]
+        return cls(card, residents, Once(_tokenizer_of(card, tokenizers, folder)), device, elsewhere, own)
 
     def view(self, residents: Mapping[str, Resident], card: ModelCard | None = None) -> ModelInstance:
         """An instance that replaces these components, by ones on its device, and shares all others."""
         merged = {**self.residents, **residents}
         elsewhere = {cid: pool for cid, pool in self.elsewhere.items() if cid not in residents}
-        return ModelInstance(self.card if card is None else card, merged, self._tokenizer, self.device, elsewhere)
+        ours = self.card if card is None else card
+        return ModelInstance(ours, merged, self._tokenizer, self.device, elsewhere, self._tokenizers)
 
     @property
     def tokenizer(self) -> Any:
         """Read at its first use; ``UserError`` where the card has none."""
         return self._tokenizer.get() if isinstance(self._tokenizer, Once) else self._tokenizer
 
+    def tokenizer_of(self, component: str | None) -> Any:
+        """The tokenizer that a loop binds as its own; None is the card's first."""
+        if component is None:
+            return self.tokenizer
+        if component not in self._tokenizers:
+            raise unknown_name(f"tokenizer of a loop of card {self.card.name!r}", component, self._tokenizers)
+        return self._tokenizers[component].get()
+
     # -- what is in memory
 
-    def needs(self, task: str, *, guided: bool, pixels: bool) -> Needs:
+    def needs(self, task: str, *, guided: bool, pixels: bool, refined: bool = True) -> Needs:
         """Nodes and components of such a request: what a runner runs and what admission counts."""
-        return request_needs(self.card, task, guided=guided, pixels=pixels)
+        return request_needs(self.card, task, guided=guided, pixels=pixels, refined=refined)
 
     def build(self, components: Collection[str]) -> None:
         """Builds and wakes these components now; raises what their building raised."""
@@ -222,8 +235,11 @@ class ModelInstance:
         """Marks the component's weights as changed: results cached under the old version are not used again."""
         self.residents[component].version += 1
 
-    def tokenize(self, prompt: str, max_sequence_length: int) -> dict[str, Tensor]:
-        return self._prepare["tokenize"](self.tokenizer, prompt, max_sequence_length)
+    def tokenize(self, prompt: Any, max_sequence_length: int, component: str | None = None) -> dict[str, Tensor]:
+        """The tensors of a prompt; ``component``: the tokenizer that a text loop binds as its own."""
+        if component is None:
+            return self._prepare["tokenize"](self.tokenizer, prompt, max_sequence_length)
+        return self._prepare["tokenize_text"](self.tokenizer_of(component), prompt, max_sequence_length)
 
     def pixels(self, frames_NHWC: Tensor) -> Tensor:
         """(N, 3, S, S) of uint8 frames, as the card's image processor prepares them."""

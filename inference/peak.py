@@ -6,9 +6,8 @@ bounds nothing for its family. Knows sizes and configs; runs nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +19,10 @@ from cards.program import Node
 from cards.registry import family
 from inference.instance import ModelInstance
 from inference.request import ResolvedRequest
+from loops.ar_decode import TextOptions, as_chat
 from loops.forecast import forecast
-from loops.loop import ModelCall, SamplingParams, TokenParams, WorkPlan
+from loops.loop import ModelCall, Profile, SamplingParams, TokenParams, WorkPlan
+from loops.options import read_options
 
 _CONFIGS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 """Configs as mappings: to make one takes longer than a forward's prediction may."""
@@ -49,12 +50,35 @@ def config_of(instance: ModelInstance, component: str) -> Mapping[str, Any]:
     return known
 
 
-def text_tokens(resolved: ResolvedRequest, instance: ModelInstance) -> tuple[int, int]:
-    """(tokens of the prompt, tokens with all that may follow) of a text request; raises what tokenizing raises."""
-    limits, params = instance.card.sampling.text, resolved.params
-    assert limits is not None and isinstance(params, TokenParams)
-    prompt = instance.tokenize(resolved.prompt, limits.context)["ids"].shape[1]  # type: ignore[arg-type]
-    return prompt, min(prompt + params.max_tokens, limits.context)
+@dataclass(frozen=True)
+class TextPart:
+    """The text that one node of a request makes."""
+
+    component: str
+    prompt: int
+    """Tokens that it reads."""
+    tokens: int
+    """With all that may follow."""
+
+
+def text_parts(resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> dict[str, TextPart]:
+    """Node -> the text that it makes, in order. Only what the first reads is known; of the others as much as the
+    context holds. Raises what tokenizing raises."""
+    card = instance.card
+    parts: dict[str, TextPart] = {}
+    for node in nodes:
+        params = resolved.params_of(node.id)
+        if node.loop is None or not isinstance(params, TokenParams) or "lm" not in card.loops[node.loop].components:
+            continue
+        spec, limits = card.loops[node.loop], card.sampling.text
+        assert limits is not None
+        prompt = limits.context - params.max_tokens
+        if not parts:
+            said = as_chat(resolved.prompt, read_options(TextOptions, spec, card).system)
+            prompt = instance.tokenize(said, limits.context, spec.components.get("tokenizer"))["ids"].shape[1]
+        tokens = min(prompt + params.max_tokens, limits.context)
+        parts[node.id] = TextPart(spec.components["lm"], max(0, prompt), tokens)
+    return parts
 
 
 def _operations(
@@ -62,8 +86,9 @@ def _operations(
 ) -> Iterator[tuple[tuple[str, str], ForwardSize]]:
     """((component, operation), size) of all that the nodes may call: of a loop, any operation of its components."""
     card = instance.card
-    sizes = _sizes_of_request(resolved, instance)
-    for node, size in itertools.product(nodes, sizes):
+    parts = text_parts(resolved, nodes, instance)
+    sized = ((node, size) for node in nodes for size in _sizes_of_node(node, parts, resolved, instance))
+    for node, size in sized:
         if node.loop is None:
             assert node.component is not None and node.op is not None
             yield (node.component, node.op), size
@@ -107,12 +132,17 @@ def _past(state: Any, new: int) -> int:
     return max(length, getattr(state, "padded_length", 0)) if new == 1 else length
 
 
-def _sizes_of_request(resolved: ResolvedRequest, instance: ModelInstance) -> tuple[ForwardSize, ...]:
-    """One size, or of a text two: its prompt at once, and its last token after all others."""
-    params, card = resolved.params, instance.card
+def _sizes_of_node(
+    node: Node, parts: Mapping[str, TextPart], resolved: ResolvedRequest, instance: ModelInstance
+) -> tuple[ForwardSize, ...]:
+    """One size, or of a text two: its prompt at once, and its last token after all others; of a rollout's text all
+    tokens at once, too."""
+    params, card = resolved.params_of(node.id), instance.card
     if isinstance(params, TokenParams):
-        prompt, tokens = text_tokens(resolved, instance)
-        return ForwardSize(1, text_tokens=prompt), ForwardSize(1, text_tokens=1, past_tokens=tokens)
+        part = parts.get(node.id, next(iter(parts.values())))
+        sizes = ForwardSize(1, text_tokens=part.prompt), ForwardSize(1, text_tokens=1, past_tokens=part.tokens)
+        whole = ForwardSize(1, text_tokens=part.tokens)
+        return sizes if resolved.request.profile is Profile.SERVE else (*sizes, whole)
     text = card.sampling.max_sequence_length
     if not isinstance(params, SamplingParams):
         return (ForwardSize(1, text_tokens=text),)

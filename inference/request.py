@@ -28,7 +28,8 @@ class Message:
 class Request:
     """One generation. Sizes in pixels and frames; guidance in the standard convention (1 = conditional only).
 
-    A clip takes no field of a text and a text (a task whose loop decodes tokens) none of a clip. A score (a task whose
+    A clip takes no field of a text, unless its card rewrites prompts (those of the rewriting then), and a text (a task
+    whose loop decodes tokens) none of a clip. A score (a task whose
     loop compares frames with the prompt) takes ``prompt``, ``inputs`` and ``frames``.
     """
 
@@ -50,6 +51,8 @@ class Request:
     sde: SDE | None = None
     """Steps with noise, for the solver euler; a ROLLOUT then keeps the states around them and their log-probs. None
     follows the ODE."""
+    refine: bool | None = None
+    """Of a card that rewrites prompts: False gives the generator the prompt as it is."""
     output: Literal["video", "latents"] = "video"
     """``latents`` runs no decoder."""
     priority: int = 0
@@ -90,7 +93,9 @@ class ResolvedRequest:
     """SamplingParams of a clip, TokenParams of a text, ScoreParams of a score."""
     negative_prompt: str
     nodes: Mapping[str, Any] = field(default_factory=dict)
-    """Node -> its own params, where the request overrides some."""
+    """Node -> its own params, where the request overrides some, and of every loop that rewrites the prompt."""
+    refined: bool = False
+    """The prompt is rewritten on its way."""
 
     def params_of(self, node: str) -> Any:
         """What a node's loop runs with."""

@@ -14,7 +14,7 @@ from cards.errors import UserError, unknown_name
 from inference.inputs import input_problems
 from inference.request import Request, ResolvedRequest
 from inference.request_checks import MAX_SEED, TEXT_ONLY, default, foreign, is_number, run_problems
-from inference.resolve_text import resolve_score, resolve_text
+from inference.resolve_text import resolve_score, resolve_text, text_params
 from loops.guidance import guidance_policy
 from loops.loop import SDE, Profile, SamplingParams
 from loops.registry import LOOPS, check_params
@@ -29,21 +29,37 @@ CHUNK_LOOP = "chunk_rollout"
 
 
 def denoise_spec(card: ModelCard, task: str) -> LoopSpec:
-    """The loop of a task's program, whatever its kind; raises ``UserError`` for a task that the card does not have."""
+    """The loop that a task is about: its program's first, past those that rewrite the prompt for it.
+
+    Raises ``UserError`` for a task that the card does not have.
+    """
     if task not in card.programs:
         raise unknown_name(f"task of card {card.name!r}", task, card.programs)
-    loop = next(node.loop for node in card.programs[task].nodes if node.loop is not None)
-    return card.loops[loop]
+    loops = (node.loop for node in card.programs[task].nodes if node.loop is not None and node.writes != "prompt")
+    return card.loops[next(loops)]
+
+
+def refine_nodes(card: ModelCard, task: str) -> tuple[str, ...]:
+    """Ids of the nodes that rewrite the prompt, in order; none for most cards."""
+    return tuple(node.id for node in card.programs[task].nodes if node.writes == "prompt")
 
 
 def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
     """Fills in the card's defaults and checks every value; raises ``UserError`` that names all problems at once."""
     spec = denoise_spec(card, request.task)
     plain = _resolve_loop(replace(request, overrides=None), card, spec)
+    if refine_nodes(card, request.task) and request.refine is not False:
+        plain = _with_refiners(plain, card)
     if request.overrides is None:
         return plain
-    nodes = _node_params(request.overrides, plain, card, spec)
+    nodes = {**plain.nodes, **_node_params(request.overrides, plain, card, spec)}
     return replace(plain, request=replace(plain.request, overrides=request.overrides), nodes=nodes)
+
+
+def _with_refiners(plain: ResolvedRequest, card: ModelCard) -> ResolvedRequest:
+    """The request of a clip with the params of the loops that rewrite its prompt."""
+    params, _ = text_params(plain.request, card)
+    return replace(plain, nodes=dict.fromkeys(refine_nodes(card, plain.request.task), params), refined=True)
 
 
 def _node_params(
@@ -51,19 +67,24 @@ def _node_params(
 ) -> dict[str, Any]:
     """Params of each node that a request overrides; raises ``UserError`` that names every problem."""
     loops = {n.id: card.loops[n.loop] for n in card.programs[plain.request.task].nodes if n.loop is not None}
-    fields = _overridable(first.kind)
     params: dict[str, Any] = {}
     problems: list[str] = []
     for node, values in overrides.items():
         if node not in loops:
             problems.append(str(unknown_name("loop node", node, loops)))
             continue
+        refines = node in plain.nodes
+        fields = _overridable(loops[node].kind if refines else first.kind)
         if _overridable(loops[node].kind) != fields:
             problems.append(f"{node}: got overrides for a loop of kind {loops[node].kind!r}, which takes none here")
             continue
         unknown = [name for name in values if name not in fields]
         if unknown:
             problems += [f"{node}: {unknown_name('field', name, fields)}" for name in unknown]
+            continue
+        if refines:
+            params[node], found = text_params(replace(plain.request, **values), card)
+            problems += [f"{node}: {problem}" for problem in found]
             continue
         try:
             params[node] = _resolve_loop(replace(plain.request, **values), card, loops[node]).params
@@ -103,9 +124,9 @@ def _resolve_loop(request: Request, card: ModelCard, spec: LoopSpec) -> Resolved
         "seed": default(request.seed, secrets.randbelow(2**31)),
     }
     negative_prompt = default(request.negative_prompt, s.negative_prompt)
-    problems = _problems(request, card, values, negative_prompt, spec.kind)
+    problems = _problems(request, card, values, negative_prompt, spec.kind) + _refine_problems(request, card)
     if problems:
-        raise UserError("the request cannot run: " + "; ".join(problems))
+        raise UserError("the request cannot run: " + "; ".join(dict.fromkeys(problems)))
     if ladder is not None and values["steps"] != len(ladder):
         raise LoopMismatchError(
             f"got steps={values['steps']}; {card.name} was distilled for the ladder {list(ladder)}: "
@@ -138,7 +159,8 @@ def _problems(
     request: Request, card: ModelCard, values: dict[str, Any], negative_prompt: Any, spec_kind: str
 ) -> list[str]:
     """Everything that is wrong with the settled values."""
-    found = foreign(request, TEXT_ONLY if spec_kind == CHUNK_LOOP else (*TEXT_ONLY, "actions")) + [
+    theirs = TEXT_ONLY if not refine_nodes(card, request.task) or request.refine is False else ("messages",)
+    found = foreign(request, theirs if spec_kind == CHUNK_LOOP else (*theirs, "actions")) + [
         f"{name}: got {value!r}, expected a string"
         for name, value in (("prompt", request.prompt), ("negative_prompt", negative_prompt))
         if not isinstance(value, str)
@@ -214,3 +236,15 @@ def _window_problems(window: Any, steps: Any) -> list[str]:
     if whole and is_number(steps, numbers.Integral) and 0 <= window[0] < window[1] <= steps:
         return []
     return [f"sde window: got {window!r}, expected (start, stop) with 0 <= start < stop <= steps = {steps!r}"]
+
+
+def _refine_problems(request: Request, card: ModelCard) -> list[str]:
+    """What is wrong with a request as those who rewrite its prompt see it."""
+    if not refine_nodes(card, request.task):
+        return foreign(request, ("refine",))
+    if request.refine is False:
+        return []
+    found = text_params(request, card)[1]
+    if request.refine is not None and request.refine is not True:
+        found.append(f"refine: got {request.refine!r}, expected True or False")
+    return found

@@ -18,6 +18,17 @@ from loops.score import ScoreParams
 
 
 def resolve_text(request: Request, card: ModelCard) -> ResolvedRequest:
+    params, problems = text_params(request, card)
+    problems += _whole_text_problems(request)
+    problems += input_problems(request.inputs, card.programs[request.task], request.task)
+    if problems:
+        raise UserError("the request cannot run: " + "; ".join(problems))
+    return ResolvedRequest(request=replace(request, seed=params.seed), params=params, negative_prompt="")
+
+
+def text_params(request: Request, card: ModelCard) -> tuple[TokenParams, list[str]]:
+    """What a text loop of the card runs with, and everything that is wrong with it; its length is checked once it is
+    tokens. The params are of use where nothing is wrong."""
     text = card.sampling.text
     if text is None:
         raise UserError(f"card {card.name!r} has a text task, but its sampling has no text part; write one")
@@ -29,24 +40,33 @@ def resolve_text(request: Request, card: ModelCard) -> ResolvedRequest:
         "stop": default(request.stop, ()),
         "seed": default(request.seed, secrets.randbelow(2**31)),
     }
-    problems = _text_problems(request, values)
-    problems += input_problems(request.inputs, card.programs[request.task], request.task)
-    if problems:
-        raise UserError("the request cannot run: " + "; ".join(problems))
-    settled = {"temperature": float(values["temperature"]), "top_p": float(values["top_p"])}
-    params = TokenParams(**{**values, **settled, "stop": tuple(values["stop"])})
-    return ResolvedRequest(request=replace(request, seed=params.seed), params=params, negative_prompt="")
+    problems = _text_problems(values)
+    if not problems:
+        values |= {name: float(values[name]) for name in ("temperature", "top_p")}
+        values["stop"] = tuple(values["stop"])
+    return TokenParams(**values), problems
 
 
-def _text_problems(request: Request, values: dict[str, Any]) -> list[str]:
-    """Everything that is wrong with the settled values of a text request; its length is checked once it is tokens."""
-    found = foreign(request, CLIP_ONLY)
+def _whole_text_problems(request: Request) -> list[str]:
+    """What is wrong with a request for a text beside the values that its loop runs with."""
+    found = foreign(request, (*CLIP_ONLY, "refine"))
     if not isinstance(request.prompt, str):
         found.append(f"prompt: got {request.prompt!r}, expected a string")
     elif request.messages is not None and request.prompt:
         found.append(f"prompt: got {request.prompt!r} beside messages, expected one of the two; leave prompt empty")
     if request.messages is not None:
         found += _message_problems(request.messages)
+    if request.output != "video":
+        found.append(f"output: got {request.output!r}, expected nothing (a text request gives text)")
+    found += run_problems(request)
+    if request.capture:
+        found.append(f"capture: got {request.capture!r}, expected nothing (a text ROLLOUT keeps log-probs always)")
+    return found
+
+
+def _text_problems(values: dict[str, Any]) -> list[str]:
+    """Everything that is wrong with the settled values of a text loop."""
+    found: list[str] = []
     for name, low, high, text in (
         ("max_tokens", 1, math.inf, "at least 1"),
         ("top_k", 0, math.inf, "at least 0 (0 keeps every token)"),
@@ -62,11 +82,6 @@ def _text_problems(request: Request, values: dict[str, Any]) -> list[str]:
         found.append(f"top_p: got {top_p!r}, expected a number in (0, 1] (1 keeps every token)")
     if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
         found.append(f"stop: got {stop!r}, expected a tuple of strings that are not empty")
-    if request.output != "video":
-        found.append(f"output: got {request.output!r}, expected nothing (a text request gives text)")
-    found += run_problems(request)
-    if request.capture:
-        found.append(f"capture: got {request.capture!r}, expected nothing (a text ROLLOUT keeps log-probs always)")
     return found
 
 
@@ -87,7 +102,7 @@ def resolve_score(request: Request, card: ModelCard) -> ResolvedRequest:
     score = card.sampling.score
     if score is None:
         raise UserError(f"card {card.name!r} has a score task, but its sampling has no score part; write one")
-    found = foreign(request, (*(name for name in CLIP_ONLY if name != "frames"), *TEXT_ONLY, "seed"))
+    found = foreign(request, (*(name for name in CLIP_ONLY if name != "frames"), *TEXT_ONLY, "refine", "seed"))
     if not isinstance(request.prompt, str):
         found.append(f"prompt: got {request.prompt!r}, expected a string")
     frames = default(request.frames, score.frames)

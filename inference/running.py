@@ -19,10 +19,10 @@ from inference.instance import ModelInstance
 from inference.live_world import LiveWorld
 from inference.request import ResolvedRequest
 from inference.stream import Frames
-from loops.ar_decode import Completion
+from loops.ar_decode import Completion, words_of
 from loops.component import tensors_digest
 from loops.forecast import forecast
-from loops.loop import BehaviourRecord, Done, Loop, LoopContext, LoopState, StepResult, WorkPlan
+from loops.loop import BehaviourRecord, Done, Loop, LoopContext, LoopState, StepResult, TokenBehaviour, WorkPlan
 from loops.registry import component_loop, loop_of_kind
 
 StepListener = Callable[[str, int, int], None]
@@ -64,7 +64,9 @@ class Running:
         self.started = time.monotonic()
         task, guided, pixels = resolved.request.task, resolved.guided, resolved.pixels
         known = {} if world is None else _moved(world.slots, instance.device)
-        needs = request_needs(instance.card, task, guided=guided, pixels=pixels, written=known)
+        needs = request_needs(
+            instance.card, task, guided=guided, pixels=pixels, refined=resolved.refined, written=known
+        )
         self.nodes, self.components = needs.nodes, needs.components
         self.cursor = 0
         self.slots: dict[str, Any] = {
@@ -83,6 +85,8 @@ class Running:
         )
         self.versions = instance.versions()
         self.behaviour: BehaviourRecord | None = None
+        self.tokens: dict[str, TokenBehaviour] = {}
+        self.completions: dict[str, Completion] = {}
         self.frames: Frames | None = None
         """What the last step added to the clip, where it did."""
         self.failure: BaseException | None = None
@@ -116,8 +120,12 @@ class Running:
             step = self._loop.next(self._state)
             if isinstance(step, Done):
                 result = self._loop.finalize(self._state)
-                self.slots |= {**result.also, node.writes: result.value}
-                if result.behaviour is not None:
+                self.slots |= words_of(node, result)
+                if isinstance(result.value, Completion):
+                    self.completions[node.id] = result.value
+                if isinstance(result.behaviour, TokenBehaviour):
+                    self.tokens[node.id] = result.behaviour
+                elif result.behaviour is not None:
                     self.behaviour = result.behaviour
                 self._state = None
                 self.cursor += 1
@@ -190,8 +198,7 @@ class Running:
         """The result of a complete request."""
         r = self.resolved
         inputs = {} if r.request.inputs is None else r.request.inputs
-        video, completion = self.slots.get("video"), self.slots.get("completion")
-        assert completion is None or isinstance(completion, Completion)
+        video = self.slots.get("video")
         return Artifact(
             latents=self.slots["latents"][0] if "latents" in self.slots else torch.empty(0),
             video=None if video is None else video[0],
@@ -206,6 +213,9 @@ class Running:
                 inputs={name: tensors_digest({name: t}) for name, t in inputs.items()},
             ),
             behaviour=self.behaviour,
-            completion=completion,
+            completion=next(reversed(self.completions.values()), None),
+            completions=self.completions,
+            tokens=self.tokens,
+            refined=self.slots["prompt"] if r.refined else None,
             score=self.slots.get("score"),
         )

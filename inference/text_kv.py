@@ -16,9 +16,10 @@ from inference.cache.paged import PagedPool
 from inference.cache.paged_source import PagedSource
 from inference.cache.paged_transformers import paged_spec
 from inference.instance import ModelInstance
+from inference.peak import text_parts
 from inference.request import ResolvedRequest
 from inference.slab_kv import PooledSlabs, rolls_out, slab_bytes
-from loops.loop import KVSource, SamplingParams, TokenParams
+from loops.loop import KVSource, SamplingParams
 
 BLOCK_TOKENS = 16
 _NAMESPACES = itertools.count(1)
@@ -69,17 +70,12 @@ class TextKV:
 
     def bytes_of(self, resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
         """What a request fills at most: the blocks of its prompt and of all tokens that it may add, or its slab."""
-        if isinstance(resolved.params, SamplingParams):
-            return slab_bytes(resolved, nodes, instance)
-        if self._kv_bytes == 0 or not isinstance(resolved.params, TokenParams):
-            return 0
-        limits = instance.card.sampling.text
-        assert limits is not None
-        prompt = instance.tokenize(resolved.prompt, limits.context)["ids"].shape[1]  # type: ignore[arg-type]
-        tokens = min(prompt + resolved.params.max_tokens, limits.context)
-        loops = [instance.card.loops[node.loop] for node in nodes if node.loop is not None]
-        pools = [self.pool(instance, loop.components["lm"]) for loop in loops if "lm" in loop.components]
-        return sum(pool.spec.blocks_for(tokens) * pool.spec.block_bytes for pool in pools)
+        slabs = slab_bytes(resolved, nodes, instance) if isinstance(resolved.params, SamplingParams) else 0
+        if self._kv_bytes == 0:
+            return slabs
+        parts = text_parts(resolved, nodes, instance).values()
+        specs = [(self.pool(instance, part.component).spec, part.tokens) for part in parts]
+        return slabs + sum(spec.blocks_for(tokens) * spec.block_bytes for spec, tokens in specs)
 
     def close(self, source: KVSource | PooledSlabs | None) -> None:
         """Frees what a request opened."""

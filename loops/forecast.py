@@ -12,6 +12,7 @@ from typing import Any
 from cards.card import LoopSpec, ModelCard
 from cards.chunks import chunk_count
 from cards.geometry import Geometry
+from loops.ar_decode import TextOptions
 from loops.chunk_rollout import ChunkOptions, steps_per_chunk
 from loops.loop import SamplingParams
 from loops.options import read_options
@@ -50,6 +51,11 @@ def _sampling(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> For
     return Forecast(params.steps, 2 if params.guided else 1, tokens)
 
 
+def _text(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> Forecast:
+    """A forward a token, and one for the log-probs of a rollout."""
+    return Forecast(params.steps + read_options(TextOptions, spec, card).behaviour, 1, 1)
+
+
 def _tiles(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> Forecast:
     options = read_options(TileOptions, spec, card)
     _, frames, height, width = card.geometry.latent_shape(params.frames, params.height, params.width)
@@ -74,6 +80,7 @@ def _chunks(spec: LoopSpec, params: Any, card: ModelCard, pixels: bool) -> Forec
 
 
 FORECASTS: dict[str, Callable[[LoopSpec, Any, ModelCard, bool], Forecast]] = {
+    "ar_decode": _text,
     "chunk_rollout": _chunks,
     "vae_tiles": _tiles,
 }

@@ -257,6 +257,25 @@ class BehaviourRecord:
 
 
 @dataclass(frozen=True)
+class TokenBehaviour:
+    """What a ROLLOUT keeps of a text: the tokens and how likely each was when it was drawn.
+
+    Legend: P tokens of the prompt, N drawn.
+    """
+
+    prompt_ids: Tensor
+    """(P,) int64 on CPU, as the model read them."""
+    token_ids: Tensor
+    """(N,) int64 on CPU, the end token among them."""
+    logprobs: Tensor
+    """(N,) float64 on CPU: log p of each at ``temperature``; no top-k, no top-p."""
+    mask: Tensor
+    """(N,) bool on CPU: True up to the first end token."""
+    temperature: float
+    """1 where the most likely token was taken."""
+
+
+@dataclass(frozen=True)
 class LoopContext:
     """What a loop may read besides its request."""
 
@@ -318,7 +337,7 @@ class LoopResult:
     """What a loop leaves: one value for its slot, and its behaviour under ROLLOUT."""
 
     value: Any
-    behaviour: BehaviourRecord | None = None
+    behaviour: BehaviourRecord | TokenBehaviour | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
     """Further slots that the loop filled on its way."""
 
@@ -331,6 +350,8 @@ class Instance(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
+    def tokenizer_of(self, component: str | None) -> Any: ...
+
     def dtype(self, component: str) -> torch.dtype: ...
 
     def config(self, component: str) -> Any: ...
@@ -339,7 +360,7 @@ class Instance(Protocol):
 
     def numerics(self, component: str) -> dict[str, Any]: ...
 
-    def tokenize(self, prompt: Any, max_sequence_length: int) -> dict[str, Tensor]: ...
+    def tokenize(self, prompt: Any, max_sequence_length: int, component: str | None = None) -> dict[str, Tensor]: ...
 
     def pixels(self, frames_NHWC: Tensor) -> Tensor: ...
 

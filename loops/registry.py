@@ -8,7 +8,7 @@ from cards.card import LoopSpec, ModelCard
 from cards.errors import unknown_name
 from cards.program import Node
 from loops.adaptive import AdaptiveOptions, ExitLoop, ExitOptions, FirstBlockLoop, SkipLoop, SkipOptions
-from loops.ar_decode import ARDecodeLoop
+from loops.ar_decode import ARDecodeLoop, TextOptions
 from loops.chunk_rollout import ChunkOptions, ChunkRolloutLoop
 from loops.component import ComponentLoop
 from loops.denoise import DenoiseLoop
@@ -30,6 +30,7 @@ LOOPS: dict[str, Loop] = {
     "vae_tiles": TilesLoop(),
 }
 OPTIONS: dict[str, type[LoopOptions]] = {
+    "ar_decode": TextOptions,
     "chunk_rollout": ChunkOptions,
     "diffusion_denoise_exit": ExitOptions,
     "diffusion_denoise_first_block": AdaptiveOptions,

@@ -42,6 +42,12 @@ def next_logits_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
     return FLOAT_BYTES * size.rows * (max(block, logits) + n * (2 * head + 2))
 
 
+def token_log_probs_bytes(config: Mapping[str, Any], size: ForwardSize) -> int:
+    """The forward over whole rows with the logits of every token, which are softened in float64."""
+    vocabulary = size.rows * size.text_tokens * config["vocab_size"]
+    return next_logits_bytes(config, size) + FLOAT_BYTES * 6 * vocabulary
+
+
 def held_bytes(config: Mapping[str, Any], tokens: int) -> int:
     """Keys and values of so many tokens in every layer, in float32."""
     width = config["num_key_value_heads"] * config["head_dim"]
@@ -51,7 +57,7 @@ def held_bytes(config: Mapping[str, Any], tokens: int) -> int:
 PEAK_BYTES: dict[tuple[str, str], Callable[[Mapping[str, Any], ForwardSize], int]] = {
     ("causal_lm", "next_logits"): next_logits_bytes,
 }
-"""(component kind, operation) -> bytes."""
+"""(component kind, operation) -> bytes, of what a text is made with."""
 
 HELD_BYTES: dict[str, Callable[[Mapping[str, Any], int], int]] = {"causal_lm": held_bytes}
 """Component kind -> bytes that a request of so many tokens holds from step to step, where no pool holds them."""

@@ -10,6 +10,7 @@ from cards.needs import request_needs
 from inference.instance import ModelInstance
 from inference.request import Request
 from inference.resolve import resolve
+from loops.ar_decode import words_of
 from loops.drive import drive
 from loops.loop import LoopContext
 from loops.registry import component_loop, loop_of_kind
@@ -21,16 +22,16 @@ def drive_slots(instance: ModelInstance, request: Request) -> dict[str, Any]:
     inputs = {} if request.inputs is None else request.inputs
     slots: dict[str, Any] = {"prompt": resolved.prompt, "negative_prompt": resolved.negative_prompt, **inputs}
     guided, pixels = resolved.guided, resolved.pixels
-    nodes = request_needs(instance.card, request.task, guided=guided, pixels=pixels).nodes
+    needs = request_needs(instance.card, request.task, guided=guided, pixels=pixels, refined=resolved.refined)
     written: dict[str, Any] = {}
-    for node in nodes:
+    for node in needs.nodes:
         spec = None if node.loop is None else instance.card.loops[node.loop]
         loop = component_loop(node) if spec is None else loop_of_kind(spec.kind)
         ctx = LoopContext(
             spec=spec, slots=slots, profile=request.profile, capture=frozenset(request.capture), pixels=pixels
         )
         result = drive(loop, resolved.params_of(node.id), instance, ctx)
-        wrote = {**result.also, node.writes: result.value}
+        wrote = words_of(node, result)
         slots |= wrote
         written |= wrote
     return written
