@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from cards.card import ModelCard
-from cards.errors import UserError, unknown_name
+from cards.errors import unknown_name
 from cards.prediction import add_noise, expand_to, velocity_to_x0
 from loops.solvers import SOLVERS
 from methods.advantages import group_advantages, optimality_probability
 from methods.forward import encode_prompts, velocity
 from methods.method import Context, Method, Update
 from methods.random import generator_at, noise_like
-from methods.rewards.reward import RewardBatch
+from methods.rewards.scoring import score_groups
 from methods.roles import OLD, REFERENCE, STUDENT
 from methods.rollout import roll_out, rollout_seeds
 
@@ -191,29 +191,12 @@ class DiffusionNFT(Method):
     ) -> tuple[Tensor, dict[str, float]]:
         """r (N,) of our samples with 0.5 where a reward failed, from advantages over the whole batch of groups."""
         assert ctx.reward is not None
-        scores = ctx.reward.score(
-            RewardBatch(videos, [prompt.text for prompt in mine], [dict(prompt.metadata) for prompt in mine])
-        )
-        rewards_GK = ctx.world.gather(scores.values.reshape(-1, self.samples))
-        failed = int(np.isnan(rewards_GK).sum())
-        if failed == rewards_GK.size:
-            raise UserError(
-                f"reward {ctx.reward.name!r} failed on all {failed} samples of the step; first reasons: "
-                + "; ".join(scores.reasons[:3])
-            )
-        advantages_GK, valid_GK = group_advantages(rewards_GK, std=self.advantage_std)
+        prompts, metadata = [prompt.text for prompt in mine], [prompt.metadata for prompt in mine]
+        scored = score_groups(ctx.reward, videos, prompts, metadata, self.samples, ctx.world)
+        advantages_GK, valid_GK = group_advantages(scored.rewards_GK, std=self.advantage_std)
         r_GK = optimality_probability(advantages_GK, a_max=self.a_max)
         r_GK = np.where(valid_GK, r_GK, 0.5)
-        known = rewards_GK[valid_GK]
-        metrics = {
-            "train/reward": float(known.mean()),
-            "train/reward_std": float(known.std()),
-            "train/reward_failed": float(failed),
-            "train/groups_without_signal": float(np.mean(np.all(advantages_GK == 0, axis=1))),
-        }
-        for name, values in scores.parts.items():
-            asked = values[~np.isnan(values)]
-            metrics[f"reward/{name}"] = float(asked.mean()) if asked.size else float("nan")
+        metrics = {**scored.metrics, "train/groups_without_signal": float(np.mean(np.all(advantages_GK == 0, axis=1)))}
         r_N = torch.from_numpy(r_GK[share].reshape(-1)).to(ctx.device, torch.float32)
         return r_N, metrics
 

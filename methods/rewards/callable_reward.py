@@ -23,11 +23,13 @@ class CallableReward(Reward):
     Args:
         function: dotted path, ``package.module.function``, importable from the working directory or the environment.
         name: as logged.
+        learned: whether a model decides, so that the run is watched for reward hacking.
 
     When the call raises, its samples are tried one by one, so that one bad sample costs no other its score."""
 
-    def __init__(self, *, function: str, name: str = "callable") -> None:
+    def __init__(self, *, function: str, name: str = "callable", learned: bool = False) -> None:
         self.name = name
+        self.learned = learned
         self.function = function
         self.version = f"1 {function}"
 

@@ -46,6 +46,7 @@ class ClipReward(Reward):
         dtype: of the weights and the forward; the comparison itself is float32.
     """
 
+    learned = True
     divisor: ClassVar[float]  # brings the usual range of the logit to about 0..1
 
     def __init__(

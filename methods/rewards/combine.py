@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cards.errors import UserError, unknown_name
+from inference.engine import Engine
 from methods.rewards.reward import Reward, RewardBatch, Scores, clean
 
 Normalise = Literal["sum", "each"]
@@ -26,8 +27,8 @@ class WeightedReward(Reward):
         weights: name -> weight, one for each reward.
         normalise: ``sum`` adds the raw scores, to be normalised later as one reward, so a reward of small spread counts
             little; ``each`` first brings every reward to mean 0 and standard deviation 1 over the scored samples of the
-            batch, so weights compare spreads. With ``each`` the values of two batches do not compare: the mean is
-            always 0. Follow ``parts`` (raw, by name) instead; under several processes gather those and ``combine``.
+            batch (of all processes, see ``settle``), so weights compare spreads. Values of two batches then do not
+            compare: the mean is always 0. Follow ``parts`` (raw, by name) instead.
         eps: added to the standard deviations of ``each``.
     """
 
@@ -66,9 +67,23 @@ class WeightedReward(Reward):
         for reward in self.rewards.values():
             reward.check()
 
+    @property
+    def learned(self) -> bool:  # type: ignore[override]
+        return any(reward.learned for reward in self.rewards.values())
+
+    def use_engine(self, engine: Engine) -> None:
+        for reward in self.rewards.values():
+            reward.use_engine(engine)
+
     def prepare(self, device: str = "cpu") -> None:
         for reward in self.rewards.values():
             reward.prepare(device)
+
+    def part_names(self) -> tuple[str, ...]:
+        return (*self.rewards, *inner_names(self.rewards))
+
+    def settle(self, scores: Scores) -> NDArray[np.float64]:
+        return self.combine({name: reward.settle(part_of(scores, name)) for name, reward in self.rewards.items()})
 
     def score(self, batch: RewardBatch) -> Scores:
         scores = {name: reward.score(batch) for name, reward in self.rewards.items()}
@@ -89,3 +104,14 @@ class WeightedReward(Reward):
         shifted = values - known[0]  # through differences, so that equal scores give exact zeros
         mean, std = np.nanmean(shifted), np.nanstd(shifted)
         return (shifted - mean) / (std + self.eps)
+
+
+def inner_names(rewards: Mapping[str, Reward]) -> tuple[str, ...]:
+    """``reward/part`` of every part of several rewards."""
+    return tuple(f"{name}/{part}" for name, reward in rewards.items() for part in reward.part_names())
+
+
+def part_of(scores: Scores, name: str) -> Scores:
+    """The scores of the reward ``name`` among several: its values are the part of that name."""
+    parts = {key.removeprefix(f"{name}/"): values for key, values in scores.parts.items() if key.startswith(f"{name}/")}
+    return Scores(values=scores.parts[name], parts=parts)

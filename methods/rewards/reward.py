@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cards.errors import UserError
+from inference.engine import Engine
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+WATCH = "watch/"
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,13 @@ class Scores:
         """How many samples have no score."""
         return int(np.isnan(self.values).sum())
 
-    def means(self) -> dict[str, float]:
-        """Mean over the scored samples of each part, for logging; a part that nobody has is left out."""
-        known = {name: values[~np.isnan(values)] for name, values in self.parts.items()}
-        return {name: float(values.mean()) for name, values in known.items() if values.size}
+    def metrics(self) -> dict[str, float]:
+        """Mean of each part over the samples that have it, as ``reward/<part>``; NaN for a part that nobody has. A part
+        called ``watch/...`` is not trained on and keeps its name."""
+        return {
+            name if name.startswith(WATCH) else f"reward/{name}": mean_known(values)
+            for name, values in self.parts.items()
+        }
 
 
 class Reward(ABC):
@@ -72,16 +77,36 @@ class Reward(ABC):
 
     name: str  # as logged and as in conf/reward/
     version: str  # changes whenever equal inputs may score differently; logged with the run
+    learned = False  # whether a model that can be fooled says how good a sample is
 
     def check(self) -> None:  # noqa: B027 - optional by design: most rewards have no files to check
         """Raise ``UserError`` when this reward cannot work as configured. Cheap: loads no weights."""
 
+    def use_engine(self, engine: Engine) -> None:  # noqa: B027 - optional by design: most rewards need none
+        """The run's engine, for rewards that are requests to a served model; called before :meth:`prepare`."""
+
     def prepare(self, device: str = "cpu") -> None:  # noqa: B027 - optional by design: rule-based rewards load nothing
         """Load weights onto ``device``, once. ``score`` calls it when nobody did."""
+
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts that :meth:`score` gives, the same for every batch: processes gather them one by one."""
+        return ()
+
+    def settle(self, scores: Scores) -> NDArray[np.float64]:
+        """Final values (B,) of a whole training step, whose ``scores`` were gathered from all processes. A reward whose
+        values depend on what else is in the batch makes them anew of its parts."""
+        return scores.values
 
     @abstractmethod
     def score(self, batch: RewardBatch) -> Scores:
         """Score every sample. One bad sample is NaN, not an exception; only misconfiguration raises ``UserError``."""
+
+
+def mean_known(values: ArrayLike) -> float:
+    """Mean of what is not NaN; NaN when nothing is known."""
+    values = np.asarray(values, dtype=np.float64)
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 def clean(values: ArrayLike) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ from methods.shapeworld.judge import Verdict, judge
 
 Target = Literal["score", "all_correct", "blend"]
 CATEGORIES = ("valid", "colour", "shape", "motion", "two_objects", "position", "count")
+PARTS = (*CATEGORIES, "all_correct", "score")
 
 
 class ShapeEvalReward(Reward):
@@ -35,6 +36,9 @@ class ShapeEvalReward(Reward):
         self.target = target
         self.version = f"1 {target}"
 
+    def part_names(self) -> tuple[str, ...]:
+        return PARTS
+
     def score(self, batch: RewardBatch) -> Scores:
         def one(i: int) -> Verdict:
             try:
@@ -43,7 +47,7 @@ class ShapeEvalReward(Reward):
                 raise ValueError(str(error)) from error
 
         verdicts, reasons = attempt(self.name, len(batch), one)
-        parts = {name: _column(verdicts, name) for name in (*CATEGORIES, "all_correct", "score")}
+        parts = {name: _column(verdicts, name) for name in PARTS}
         if self.target == "blend":
             values = (parts["score"] + parts["all_correct"]) / 2
         else:

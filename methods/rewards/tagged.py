@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cards.errors import UserError, unknown_name
+from inference.engine import Engine
+from methods.rewards.combine import inner_names, part_of
 from methods.rewards.reward import Reward, RewardBatch, Scores, attempt
 
 
@@ -39,14 +42,36 @@ class TaggedReward(Reward):
         for reward in self.rewards.values():
             reward.check()
 
+    @property
+    def learned(self) -> bool:  # type: ignore[override]
+        return any(reward.learned for reward in self.rewards.values())
+
+    def use_engine(self, engine: Engine) -> None:
+        for reward in self.rewards.values():
+            reward.use_engine(engine)
+
     def prepare(self, device: str = "cpu") -> None:
         for reward in self.rewards.values():
             reward.prepare(device)
 
+    def part_names(self) -> tuple[str, ...]:
+        return (*self.rewards, *inner_names(self.rewards))
+
+    def settle(self, scores: Scores) -> NDArray[np.float64]:
+        """Each sample has one tag, so a reward's own samples are those that have its part; a sample that it failed to
+        score has none and stays NaN."""
+        values = np.full(len(scores.values), np.nan)
+        for tag, reward in self.rewards.items():
+            own = part_of(scores, tag)
+            rows = ~np.isnan(own.values)
+            parts = {name: part[rows] for name, part in own.parts.items()}
+            values[rows] = reward.settle(Scores(values=own.values[rows], parts=parts))
+        return values
+
     def score(self, batch: RewardBatch) -> Scores:
         tags, reasons = attempt(self.name, len(batch), lambda i: self._tag(batch.metadata[i]))
         values = np.full(len(batch), np.nan)
-        parts: dict[str, np.ndarray] = {}
+        parts = {name: np.full(len(batch), np.nan) for name in self.part_names()}
         for tag, reward in self.rewards.items():
             rows = [i for i, own in enumerate(tags) if own == tag]
             if not rows:
@@ -55,7 +80,6 @@ class TaggedReward(Reward):
             values[rows] = scores.values
             inner = {f"{tag}/{part}": part_values for part, part_values in scores.parts.items()}
             for part, part_values in ({tag: scores.values} | inner).items():
-                parts[part] = np.full(len(batch), np.nan)
                 parts[part][rows] = part_values
             reasons += tuple(f"{tag}: {reason}" for reason in scores.reasons)
         return Scores(values=values, parts=parts, reasons=reasons)

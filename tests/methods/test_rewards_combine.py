@@ -112,7 +112,7 @@ def test_masked_part_masks_the_sample(normalise):
     np.testing.assert_array_equal(np.isnan(scores.values), [False, True, False])
     assert scores.failed == 1
     assert not np.isnan(scores.parts["bright"]).any()
-    assert scores.means()["meta"] == 2.0
+    assert scores.metrics()["reward/meta"] == 2.0
 
 
 def test_masked_sample_stays_out_of_the_normalisation():
@@ -153,9 +153,12 @@ def test_tag_without_default_is_masked():
 
 
 def test_scores_and_batches():
-    scores = Scores(values=clean([1.0, np.inf, NAN]), parts={"a": clean([1.0, 2.0, NAN]), "b": clean([NAN] * 3)})
+    parts = {"a": clean([1.0, 2.0, NAN]), "watch/b": clean([0.0, 0.0, 3.0]), "c": clean([NAN] * 3)}
+    scores = Scores(values=clean([1.0, np.inf, NAN]), parts=parts)
     assert scores.failed == 2
-    assert scores.means() == {"a": 1.5}
+    metrics = scores.metrics()
+    assert np.isnan(metrics.pop("reward/c"))
+    assert metrics == {"reward/a": 1.5, "watch/b": 1.0}
     with pytest.raises(ValueError, match=r"got 1 videos, 2 prompts, 1 metadata"):
         RewardBatch(videos_BFHWC=np.zeros((1, 1, 2, 2, 3), np.uint8), prompts=["a", "b"], metadata=[{}])
     batch = _batch([1, 2, 3]).select([2, 0])

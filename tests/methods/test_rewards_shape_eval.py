@@ -61,7 +61,8 @@ def test_what_cannot_be_judged_is_masked():
     assert scores.failed == 2
     assert "'a photo of a cat'" in scores.reasons[0]
     assert np.isnan(scores.parts["valid"][1])
-    assert scores.means()["all_correct"] == 1.0
+    assert scores.metrics()["reward/all_correct"] == 1.0
+    assert set(scores.parts) == set(ShapeEvalReward().part_names())
 
 
 def test_unknown_target():
