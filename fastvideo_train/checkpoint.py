@@ -71,15 +71,17 @@ def gather_roles(module: PostTrainingModule) -> dict[str, dict[str, Any]]:
 
 def weight_change(
     card: ModelCard,
-    state: dict[str, Any],
+    state: dict[str, Any] | None,
     role: str,
     lora: LoRA | None,
     joined: Mapping[str, dict[str, Any]] | None = None,
 ) -> dict[str, float]:
-    """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged. ``joined``:
-    component -> state dict, of those that were trained beside the main one."""
+    """Trained component -> largest absolute change of a weight since the source; LoRA counts as merged. ``state`` None:
+    the main one stayed. ``joined``: component -> state dict, of those that were trained beside it."""
     folder = resolve_folder(card.source, card.root)
-    after = {trainable_component(card): trained_module(card, folder, state, role, lora).state_dict()}
+    after = {}
+    if state is not None:
+        after[trainable_component(card)] = trained_module(card, folder, state, role, lora).state_dict()
     changes = {}
     for component, weights in {**after, **({} if joined is None else joined)}.items():
         before = load_component(card.components[component], folder).state_dict()
@@ -215,7 +217,7 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
     module.method.restore(state["method"])
     module.step_index = meta.step
     module.optimizer_steps = meta.optimizer_steps
-    for name in module.roles.names:
+    for name in (*module.roles.names, *module.roles.apart):
         module.roles.changed(name)
 
 

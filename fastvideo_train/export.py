@@ -158,7 +158,7 @@ def export_model(
     *,
     card: ModelCard,
     out: Path,
-    state: dict[str, Any],
+    state: dict[str, Any] | None,
     role: str,
     lora: Any,
     method: str,
@@ -176,7 +176,7 @@ def export_model(
     Args:
         card: what was trained.
         parent: what the run started from; None is ``card``.
-        state: gathered state dict, see :func:`trained_module`.
+        state: gathered state dict, see :func:`trained_module`; None where the main component stayed as it was.
         joined: component -> state dict, of those that were trained beside the main one.
         reference_latents: the trainer's own (C, T, H, W) for ``reference_request``; None checks the reload against
             the module in memory.
@@ -185,20 +185,21 @@ def export_model(
     source = resolve_folder(card.source, card.root)
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    component = trainable_component(card)
-    subfolder = card.components[component].subfolder
     beside = {cid: c.subfolder for cid, c in card.components.items() if c.class_name in BESIDE}
-    shutil.copytree(source, aside, ignore=_leave(source, subfolder, beside.values()))
-    modules = {component: trained_module(card, source, state, role, lora)}
+    modules: dict[str, Any] = {}
+    if state is not None:
+        modules[trainable_component(card)] = trained_module(card, source, state, role, lora)
     for cid, weights in ({} if joined is None else joined).items():
         modules[cid] = load_component(card.components[cid], source)
         modules[cid].load_state_dict(weights, strict=True)
+    subfolders = {cid: component.subfolder for cid, component in card.components.items()}
+    shutil.copytree(source, aside, ignore=_leave(source, subfolders, modules))
     for cid, module in modules.items():
         module.save_pretrained(aside / card.components[cid].subfolder)
-    if lora is not None:
+    if lora is not None and state is not None:
         _save_lora(aside / "lora", state, role, lora)
     kept = [cid for cid, folder in beside.items() if (aside / folder).is_dir()]
-    digests = {cid: weights_digest(aside / card.components[cid].subfolder) for cid in (component, *kept)}
+    digests = {cid: weights_digest(aside / card.components[cid].subfolder) for cid in (*modules, *kept)}
     child = derived_card(
         card,
         method=method,
@@ -236,11 +237,12 @@ def write_ladder_scheduler(folder: Path) -> None:
     index.write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def _leave(source: Path, subfolder: str, beside: Iterable[str]) -> Any:
-    """``copytree`` filter: the parts of a diffusers folder and what lies ``beside`` them, without the trained component
-    and papers of its own."""
+def _leave(source: Path, subfolders: Mapping[str, str], trained: Iterable[str]) -> Any:
+    """``copytree`` filter: the parts of a diffusers folder and the card's components, in their ``subfolders``, without
+    the trained ones and papers of its own."""
     pipeline = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
-    parts = (pipeline | {"image_encoder", "image_processor", *beside}) - {subfolder}
+    whole = pipeline | {"image_encoder", "image_processor", *subfolders.values()}
+    parts = whole - {subfolders[component] for component in trained}
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if name not in parts] if Path(folder) == source else []
@@ -393,11 +395,12 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
     check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
     stored = load_state(checkpoint)
     role = EMA if method.ema is not None else STUDENT
-    joined = {cid: stored["roles"][name] for cid, name in joined_names(card, role).items() if name in stored["roles"]}
+    parts = {trainable_component(card): STUDENT if method.lora is not None else role, **joined_names(card, role)}
+    joined = {cid: stored["roles"][name] for cid, name in parts.items() if name in stored["roles"]}
     exported = export_model(
         card=card,
         out=out,
-        state=stored["roles"][STUDENT if method.lora is not None else role],
+        state=joined.pop(trainable_component(card), None),
         joined=joined,
         role=role,
         lora=method.lora,

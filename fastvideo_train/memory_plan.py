@@ -2,8 +2,8 @@
 
 The run's own parts are put together on tensors without memory: the card's modules from their configs, the method's
 roles and optimizers by ``PostTrainingModule`` itself, and one micro batch of training (the student's forward with
-gradient, the other roles' beside it, the backward) whose live tensors are counted operation by operation. Nothing here
-knows a method or a family by name.
+gradient, the other roles' beside it, the backward) whose live tensors are counted operation by operation; of a trained
+language model, a batch of text. Nothing here knows a method or a family by name.
 
 Not counted: scratch memory inside kernels, reward models, buffers of the communication library, what the allocator
 keeps for itself and the driver's own memory.
@@ -30,9 +30,10 @@ from fastvideo_train.module import PostTrainingModule
 from fastvideo_train.parallel.plan import Plan, blocks
 from inference.instance import ModelInstance
 from inference.resident import Resident
+from loops.loop import ModelCall, Profile
 from methods.forward import velocity
 from methods.method import Method
-from methods.roles import EMA, STUDENT, trainable_component
+from methods.roles import EMA, REFERENCE, STUDENT, Roles, trainable_component
 
 BASE = "base"
 """Row of the weights that all LoRA roles share."""
@@ -127,11 +128,12 @@ def plan_memory(
     shards = devices if plan.name == SHARDED else 1
     micro_batch = _micro_batch(method, devices)
     module = _module(card, method, plan)
-    rows = [*_role_rows(module, shards), *_frozen_rows(card)]
+    rows = [*_role_rows(module, shards), *_frozen_rows(card, module.roles)]
     gathered = _gathered(module, shards)
     with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
         module.roles.to_empty(device="cpu")
-        activations = _activations(module, clip, micro_batch)
+        clips = _activations(module, clip, micro_batch) if STUDENT in module.optimizer_specs else 0
+        activations = max(clips, *(_text_activations(module, c, *n) for c, n in method.token_batches(card).items()), 0)
     encoding = _encoding(card, clip, encode_rows) if encode_rows else 0
     return MemoryPlan(
         card=module.card.name,
@@ -174,10 +176,9 @@ def _module(card: ModelCard, method: Method, plan: Plan) -> PostTrainingModule:
 
 
 def _instance(card: ModelCard) -> ModelInstance:
-    """An instance of the trainable component alone."""
-    component = trainable_component(card)
-    module = _built(card, card.components[component]).eval()
-    return ModelInstance(card, {component: Resident(module)}, None)
+    """An instance of the trainable components alone."""
+    trainable = {cid: component for cid, component in card.components.items() if component.trainable}
+    return ModelInstance(card, {cid: Resident(_built(card, c).eval()) for cid, c in trainable.items()}, None)
 
 
 def _built(card: ModelCard, component: Component) -> nn.Module:
@@ -193,25 +194,28 @@ def _built(card: ModelCard, component: Component) -> nn.Module:
 
 
 def _role_rows(module: PostTrainingModule, shards: int) -> Iterator[Row]:
-    """Each role's own weights; of those with an optimizer also gradients and moments."""
+    """Each role's own weights, a component with its own optimizer apart; of what is trained gradients and moments."""
     roles = module.roles
     own: dict[str, list[Tensor]] = {}
-    for role in roles.names:
-        buffers = roles.module(role).buffers() if roles.adapter(role) is None else ()
-        own[role] = [*roles.parameters_of(role).values(), *roles.trained(role), *buffers]
+    for role in (*roles.names, *roles.apart):
+        parts = [n for n in (role, *roles.joined(role).values()) if n in roles and (n == role or n not in roles.apart)]
+        buffers = (b for name in parts for b in roles[name].buffers() if roles.adapter(role) is None or name != role)
+        joined = (p for name in parts if name != STUDENT for p in roles[name].parameters())
+        own[role] = [*roles.parameters_of(role).values(), *roles.trained(role), *joined, *buffers]
     claimed = {id(tensor) for tensors in own.values() for tensor in tensors}
     shared = [t for part in roles.values() for t in (*part.parameters(), *part.buffers()) if id(t) not in claimed]
     if shared:
         yield Row(BASE, weights=_bytes(shared, shards))
-    for role in roles.names:
+    for role in own:
         trained = _bytes(roles.trained(role), shards) if role in module.optimizer_specs else 0
         yield Row(role, _bytes(own[role], shards), gradients=trained, optimizer=MOMENTS * trained)
 
 
-def _frozen_rows(card: ModelCard) -> Iterator[Row]:
+def _frozen_rows(card: ModelCard, roles: Roles) -> Iterator[Row]:
     """The components that no role replaces: whole on every rank."""
+    replaced = {roles.component, *roles.joined(STUDENT)}
     for cid, component in needed_components(card).items():
-        if component.kind in MODULE_KINDS and not component.trainable:
+        if component.kind in MODULE_KINDS and cid not in replaced:
             module = _built(card, component)
             yield Row(cid, weights=_bytes((*module.parameters(), *module.buffers()), 1))
 
@@ -258,6 +262,22 @@ def _activations(module: PostTrainingModule, clip: Clip, rows: int) -> int:
         for role in others:
             velocity(roles.instance(role), **tensors, gradient=False)
         (predicted - tensors["latents_BCTHW"]).square().mean().backward()
+    return live.peak
+
+
+def _text_activations(module: PostTrainingModule, component: str, rows: int, tokens: int) -> int:
+    """As :func:`_activations`, of a language model over rows of so many tokens, its reference beside it."""
+    roles, ids_BL = module.roles, torch.zeros(rows, tokens, dtype=torch.long)
+    call = ModelCall(
+        component, "token_log_probs", {"ids": ids_BL, "mask": torch.ones_like(ids_BL)}, {"temperature": 1.0}
+    )
+    for parameter in roles.trained(component):
+        parameter.grad = torch.empty_like(parameter)
+    with LiveBytes() as live:
+        log_p_BL = roles.instance(STUDENT).call(call, Profile.TRAIN)
+        if REFERENCE in roles.names:
+            log_p_BL = log_p_BL - roles.instance(REFERENCE).call(call, Profile.ROLLOUT)
+        log_p_BL.mean().backward()
     return live.peak
 
 

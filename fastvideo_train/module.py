@@ -109,22 +109,22 @@ class PostTrainingModule(LightningModule):
             self.plan.shard(module, None if mesh is None else mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        """One AdamW and one schedule a trained role, in the order of the method's."""
+        """One AdamW and one schedule for each of the method's optimizers, in its order."""
         made = []
-        for role, spec in self.optimizer_specs.items():
+        for name, spec in self.optimizer_specs.items():
             optimizer = torch.optim.AdamW(
-                self.roles.trained(role), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay
+                self.roles.trained(name), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay
             )
             factor = partial(self.method.lr_factor, steps=spec.steps)
             made.append({"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, factor)})
         return made[0] if len(made) == 1 else made
 
     def role_optimizers(self, *, wrapped: bool = False) -> dict[str, Any]:
-        """Role -> its optimizer; ``wrapped`` as Lightning steps it."""
+        """Role (or component) -> its optimizer; ``wrapped`` as Lightning steps it."""
         return dict(zip(self.optimizer_specs, _listed(self.optimizers(use_pl_optimizer=wrapped)), strict=True))
 
     def role_schedules(self) -> dict[str, Any]:
-        """Role -> its schedule of the learning rate."""
+        """Role (or component) -> its schedule of the learning rate."""
         return dict(zip(self.optimizer_specs, _listed(self.lr_schedulers()), strict=True))
 
     def world(self) -> World:
@@ -171,7 +171,7 @@ class PostTrainingModule(LightningModule):
         step = self.step_index
         metrics: dict[str, float] = {}
         if self.parity_every > 0 and step % self.parity_every == 0:
-            metrics["parity/c2"] = self.check_parity()
+            metrics |= self.check_parity()
         context = self.context()
         for update in self.method.updates(batch, step, context):
             for name, value in update.metrics.items():
@@ -187,16 +187,16 @@ class PostTrainingModule(LightningModule):
             self.on_step(self.step_index, metrics)
 
     def _descend(self, update: Update) -> dict[str, float]:
-        """One backward and, when the update says so, one step of its role's optimizer."""
+        """One backward and, when the update says so, one step of its optimizer."""
         assert update.loss is not None
-        role = update.optimizer
-        with self.roles.backward_of(role):
+        name = update.optimizer
+        with self.roles.backward_of(name):
             self.manual_backward(update.loss)
         if not update.step:
             return {}
-        optimizer, schedule = self.role_optimizers(wrapped=True)[role], self.role_schedules()[role]
-        clip = self.optimizer_specs[role].clip
-        norm = torch.nn.utils.clip_grad_norm_(self.roles.trained(role), float("inf") if clip is None else clip)
+        optimizer, schedule = self.role_optimizers(wrapped=True)[name], self.role_schedules()[name]
+        clip = self.optimizer_specs[name].clip
+        norm = torch.nn.utils.clip_grad_norm_(self.roles.trained(name), float("inf") if clip is None else clip)
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(full):
             raise DivergedError(
@@ -208,26 +208,29 @@ class PostTrainingModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        self.roles.changed(role)
-        if role != STUDENT:
-            return {f"train/{role}_grad_norm": float(full), f"train/{role}_lr": lr}
-        self.optimizer_steps += 1
-        if self.method.ema is not None:
-            self.roles.blend(EMA, self.method.ema if self.optimizer_steps > self.method.ema_start else 0.0)
-        return {"train/grad_norm": float(full), "train/lr": lr}
+        self.roles.changed(name)
+        if name == next(iter(self.optimizer_specs)):
+            self.optimizer_steps += 1
+        if self.method.ema is not None and name in (STUDENT, *self.roles.apart):
+            keep = self.method.ema if schedule.last_epoch > self.method.ema_start else 0.0
+            self.roles.blend(EMA, keep, of=name)
+        of = "" if name == STUDENT else f"{name}_"
+        return {f"train/{of}grad_norm": float(full), f"train/{of}lr": lr}
 
-    def check_parity(self) -> float:
-        """The C2 gate on the student; stops the run when training and serving differ."""
+    def check_parity(self) -> dict[str, float]:
+        """The C2 gates: the student's and the method's own; stops the run when training and serving differ."""
         student = self.roles.instance(STUDENT)
         # A ladder is walked as it is; else four steps of Euler stand for any number of any solver.
         steps, solver = (4, "euler") if ladder_of(self.card) is None else (None, None)
         self.c2 = behaviour_gate(student, prompt=GATE_PROMPT, seed=self.seed, steps=steps, solver=solver)
-        if not self.c2.passed:
-            raise ParityError(
-                f"C2 gate broke at step {self.step_index}: largest difference {self.c2.difference:.3e}, allowed "
-                f"{self.c2.tolerance:.1e}; the loop that trains is not the loop that serves"
-            )
-        return self.c2.difference
+        reports = {"c2": self.c2, **self.method.gates(self.context())}
+        for report in reports.values():
+            if not report.passed:
+                raise ParityError(
+                    f"C2 gate broke at step {self.step_index}: largest difference {report.difference:.3e}, allowed "
+                    f"{report.tolerance:.1e} ({report.what}); the loop that trains is not the loop that serves"
+                )
+        return {f"parity/{name}": report.difference for name, report in reports.items()}
 
 
 def _listed(one_or_more: Any) -> list[Any]:

@@ -276,8 +276,8 @@ class Run:
         if self.trainer.global_rank != 0:
             return
         role = module.best_role
-        state = roles["student" if module.roles.lora is not None else role]
-        joined = {component: roles[name] for component, name in module.roles.joined(role).items()}
+        joined = {component: roles[name] for component, name in module.roles.parts(role).items()}
+        state = joined.pop(module.roles.component, None)
         self.weight_change = ckpt.weight_change(self.parts.card, state, role, module.roles.lora, joined)
         with self.progress.phase("export", 1) as bar:
             metrics = {

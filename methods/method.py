@@ -18,8 +18,10 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from inference.engine import Engine
+from inference.parity.interleave import GateReport
 from methods.rewards.reward import Reward
 from methods.roles import STUDENT, LoRA, Roles
+from methods.rollout import InProcess, RolloutPlan, RolloutRunner
 from methods.world import World
 
 
@@ -34,18 +36,19 @@ class Update:
     metrics: dict[str, float] = field(default_factory=dict)
     """This rank's; summed over the updates of a step, then averaged over ranks."""
     optimizer: str = STUDENT
-    """Role whose optimizer steps; its gradient norm and learning rate are logged under the role's name."""
+    """What :meth:`Method.optimizers` calls the optimizer that steps; its gradient norm and learning rate are logged
+    under that name."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """AdamW of one role."""
+    """AdamW of one role, or of one component beside the student's main one."""
 
     lr: float
     betas: tuple[float, float]
     weight_decay: float
     clip: float | None
-    """Largest gradient norm of the role's parameters; None clips nothing."""
+    """Largest gradient norm of its parameters; None clips nothing."""
     steps: int
     """Optimizer steps of a whole run, for the schedule."""
 
@@ -70,6 +73,12 @@ class Context:
     seed: int
     device: torch.device
     reward: Reward | None = None
+    rollouts: RolloutRunner = None  # type: ignore[assignment]
+    """Who runs the requests of a rollout; None is this process' engine."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts is None:
+            object.__setattr__(self, "rollouts", InProcess(self.engine, self.roles))
 
 
 class Method(ABC):
@@ -95,6 +104,8 @@ class Method(ABC):
     """True when it trains cards whose requests bring tensors, such as a first frame."""
     needs_clips = False
     """True when the batches are encoded videos, False when they are prompts."""
+    rolls_out = False
+    """True when it has its samples rolled out by ``ctx.rollouts``."""
 
     def __init__(
         self,
@@ -146,12 +157,18 @@ class Method(ABC):
     def updates(self, batch: Any, step: int, ctx: Context) -> Iterator[Update]:
         """The losses of one training step, in order."""
 
+    def rollout_plan(self, batch: Any, step: int, *, seed: int, world: World) -> RolloutPlan | None:
+        """What ``updates`` will hand to ``ctx.rollouts`` for a batch, once, known before the step begins: with it the
+        batch of a step can be sampled while the step before trains. None where that is not so."""
+        return None
+
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the student in a whole run."""
+        """Steps of the first optimizer in a whole run."""
         return self.steps
 
     def optimizers(self) -> dict[str, OptimizerSpec]:
-        """Trained role -> its optimizer; the student is one of them."""
+        """Trained role -> its optimizer; a component that joined apart (``Roles.join``) goes by its own name. The first
+        is the one whose steps are counted. Without the student the main component stays as it is."""
         return {STUDENT: OptimizerSpec(self.lr, self.betas, self.weight_decay, self.clip, steps=self.optimizer_steps())}
 
     def lr_factor(self, n: int, steps: int | None = None) -> float:
@@ -171,6 +188,10 @@ class Method(ABC):
         ``UserError`` for a card that cannot take the role."""
         return {}
 
+    def token_batches(self, card: ModelCard) -> dict[str, tuple[int, int]]:
+        """Language model that it trains -> (rows, tokens) of its training forward at most, for memory plans."""
+        return {}
+
     def attach_heads(self, roles: Roles) -> None:  # noqa: B027 - most methods have none
         """Puts the method's own trained modules on the roles, before anything is sharded or optimized."""
 
@@ -187,6 +208,11 @@ class Method(ABC):
 
     def after_step(self, step: int, optimizer_steps: int, ctx: Context) -> dict[str, float]:
         """Called when the updates of a step are done, e.g. to move the old policy; gives metrics."""
+        return {}
+
+    def gates(self, ctx: Context) -> dict[str, GateReport]:
+        """C2 gates of the method's own beside the velocities', by name: what else must be the same in training and in
+        serving. Run with them, logged as ``parity/<name>``."""
         return {}
 
     def evaluation(self, ctx: Context, role: str) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """Roles: the models that a method trains, follows or compares with, as views over one loaded card.
 
-A role replaces the trainable component alone; text encoder and VAE are one object for all. With full weights a role is
-a copy of the component; with LoRA every role is an adapter on the one module and the reference is the base with
-adapters off. A teacher may be another card altogether. Blending (old policy, EMA) works on a role's own parameters,
-shard by shard under FSDP2.
+A role replaces what is trained alone; text encoder and VAE are one object for all. With full weights a role is a copy
+of the main trainable component, the denoiser; with LoRA every role is an adapter on the one module and the reference is
+the base with adapters off. A teacher may be another card altogether. Further components may be trained beside the
+denoiser, by its optimizer or by one of their own (:meth:`Roles.join`), always with full weights. Blending (old policy,
+EMA) works on a role's own parameters, shard by shard under FSDP2.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class LoRA:
 
 
 def trainable_component(card: ModelCard) -> str:
-    """Id of the card's trainable component."""
-    return next(cid for cid, component in card.components.items() if component.trainable)
+    """Id of the card's main trainable component, the student's: its transformer, or the first where it trains none."""
+    trainable = [cid for cid, component in card.components.items() if component.trainable]
+    return next((cid for cid in trainable if card.components[cid].kind == "transformer"), trainable[0])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -55,7 +57,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def joined_names(card: ModelCard, role: str) -> dict[str, str]:
     """Component beside the main trainable one -> name of a role's module of it, where a method trains it too."""
-    _, *others = (cid for cid, component in card.components.items() if component.trainable)
+    main = trainable_component(card)
+    others = (cid for cid, component in card.components.items() if component.trainable and cid != main)
     return {cid: cid if role == STUDENT else f"{cid}_of_{role}" for cid in others}
 
 
@@ -63,11 +66,12 @@ class Roles(nn.ModuleDict):
     """Modules of the roles by name, and the engine's view of each.
 
     Args:
-        base: the loaded card; its trainable component becomes the student, object for object.
+        base: the loaded card; its main trainable component becomes the student, object for object.
         names: roles besides the student.
         lora: None trains full weights.
         card: what the roles run; None is the base's. ``UNTRAINED`` roles run the base's own.
-        trained: roles with an optimizer.
+        trained: what has an optimizer: roles, and components that join with one of their own. Without the student the
+            main component stays as it is and every role shares it.
         others: roles that are cards of their own, frozen. A critic starts from a teacher of its own shape.
 
     Raises ``UserError`` when a trained role shares a weight with another role.
@@ -96,6 +100,8 @@ class Roles(nn.ModuleDict):
         self._heads: dict[str, list[str]] = {}
         self._joined: dict[str, dict[str, str]] = {}
         """Component that is trained beside the student's main one -> role -> its module's name."""
+        self.apart: list[str] = []
+        """Those of them that have an optimizer of their own, by whose name it goes."""
         # Plain attributes: the shared components are the base's own, not submodules to train or shard.
         object.__setattr__(self, "_base", base)
         object.__setattr__(self, "_card", base.card if card is None else card)
@@ -105,16 +111,19 @@ class Roles(nn.ModuleDict):
         for name, other in self._others.items():
             self[name] = other.module(trainable_component(other.card)).requires_grad_(name in self.trained_names)
         if lora is None:
-            student.requires_grad_(True)
+            student.requires_grad_(STUDENT in self.trained_names)
             for name in self.names[1:]:
-                if name not in self._others:
+                if name not in self._others and STUDENT in self.trained_names:
                     self[name] = copy.deepcopy(student).requires_grad_(name in self.trained_names)
         else:
             self._inject(student, lora)
         if lora is None and CRITIC in self.names and TEACHER in self._others:
             _copy_where_alike(self[TEACHER], self[CRITIC])
         self._check_apart()
-        residents = {name: Resident(self.module(name), adapter=self.adapter(name)) for name in self.names}
+        residents = {STUDENT: Resident(student, adapter=self.adapter(STUDENT))}
+        for name in self.names[1:]:
+            own = name in self or self.adapter(name) is not None
+            residents[name] = Resident(self.module(name), adapter=self.adapter(name)) if own else residents[STUDENT]
         object.__setattr__(self, "_residents", residents)
 
     def _inject(self, student: nn.Module, lora: LoRA) -> None:
@@ -156,8 +165,8 @@ class Roles(nn.ModuleDict):
                 raise UserError(f"roles {a} and {b} share weights, and one of them is trained; give each its own copy")
 
     def module(self, role: str) -> nn.Module:
-        """The module that computes a role."""
-        return self[STUDENT] if self.lora is not None and role not in self._others else self[role]
+        """The module that computes a role's main component."""
+        return self[role] if role in self else self[STUDENT]
 
     def adapter(self, role: str) -> str | None:
         """The adapter that a role's calls switch on; "" is the base alone."""
@@ -174,14 +183,35 @@ class Roles(nn.ModuleDict):
         joined = {component: self._residents[name] for component, name in self.joined(role).items()}
         return self._base.view({self.component: self._residents[role], **joined}, card=card)
 
-    def changed(self, role: str) -> None:
-        """Says that the role's weights moved: bumps the versions of its components."""
-        for name in (role, *self.joined(role).values()):
-            self._residents[name].version += 1
+    def changed(self, name: str) -> None:
+        """Says that the weights of a role, or of a component with its own optimizer, moved: bumps their versions."""
+        for part in self._moved(name):
+            self._residents[part].version += 1
 
-    def join(self, component: str) -> None:
-        """Trains another component of the card with the student. Every role of the card gets its own: sharded, saved,
-        blended and served with the role's main component; the student's is the base's, object for object."""
+    def _moved(self, name: str) -> list[str]:
+        """Modules that are a role's own, for the student without those of ``apart``; or the one of such a component."""
+        if name in self.apart:
+            return [name]
+        joined = [n for cid, n in self.joined(name).items() if name != STUDENT or cid not in self.apart]
+        return [name, *joined] if self._owns(name) else joined
+
+    def _owns(self, role: str) -> bool:
+        """Whether a role's main component is served apart from the student's."""
+        residents = self.__dict__.get("_residents")
+        return role == STUDENT or residents is None or residents[role] is not residents[STUDENT]
+
+    def join(self, component: str, *, apart: bool = False, roles: Iterable[str] = ()) -> None:
+        """Trains another component of the card. Every role of the card gets its own: sharded, saved, blended and served
+        with the role's main component; the student's is the base's, object for object.
+
+        Args:
+            apart: by an optimizer of its own, which goes by the component's name; else by the student's.
+            roles: roles of joined components alone, such as a reference; all else they share with the student.
+        """
+        for role in roles:
+            if role not in self.names:
+                self.names = (*self.names, role)
+                self._residents[role] = self._residents[STUDENT]
         own = self._base.module(component)
         names = {r: joined_names(self._card, r)[component] for r in self.names if r not in self._others}
         for role, name in names.items():
@@ -189,13 +219,23 @@ class Roles(nn.ModuleDict):
             self._residents[name] = Resident(self[name])
         own.requires_grad_(True)
         self._joined[component] = names
+        if apart:
+            self.apart.append(component)
 
     def joined(self, role: str) -> dict[str, str]:
         """Component that was joined -> name of the role's module of it."""
         return {component: names[role] for component, names in self._joined.items() if role in names}
 
+    def parts(self, role: str) -> dict[str, str]:
+        """Trained component -> name of the module that holds the role's weights of it."""
+        main = {} if STUDENT not in self.trained_names else {self.component: STUDENT if self.lora is not None else role}
+        return {**main, **self.joined(role)}
+
     def parameters_of(self, role: str) -> dict[str, nn.Parameter]:
-        """The role's own parameters under the student's names, in one order for all roles."""
+        """The role's own parameters of the main component under the student's names, in one order for all roles; none
+        where it shares the student's."""
+        if role not in self and not self.adapter(role):
+            return {}
         if self.lora is None or role in self._others:
             return dict(self[role].named_parameters())
         marker = f".{role}."
@@ -211,8 +251,10 @@ class Roles(nn.ModuleDict):
         self._heads.setdefault(role, []).append(name)
 
     def trained(self, role: str = STUDENT) -> list[nn.Parameter]:
-        """What the role's optimizer moves."""
-        names = (*self._heads.get(role, ()), *self.joined(role).values())
+        """What the optimizer of a role, or of a component with its own, moves."""
+        if role in self.apart:
+            return [p for p in self[role].parameters() if p.requires_grad]
+        names = (*self._heads.get(role, ()), *(name for name in self._moved(role) if name != role))
         heads = [p for name in names for p in self[name].parameters()]
         return [p for p in (*self.parameters_of(role).values(), *heads) if p.requires_grad]
 
@@ -227,30 +269,39 @@ class Roles(nn.ModuleDict):
                 yield
 
     def stored(self) -> dict[str, nn.Module]:
-        """Modules that a checkpoint holds: all but a teacher, which its source still has."""
-        return {name: module for name, module in self.items() if name != TEACHER}
+        """Modules that a checkpoint holds: all but what its source still has, a teacher and a student that stays."""
+        left = {TEACHER} if STUDENT in self.trained_names else {TEACHER, STUDENT}
+        return {name: module for name, module in self.items() if name not in left}
 
     def sharded_modules(self) -> Iterator[nn.Module]:
         """Modules that a sharding plan is to shard, each once."""
         yield from (self[name] for name in self)
 
     @torch.no_grad()
-    def blend(self, role: str, keep: float) -> None:
-        """``role <- keep role + (1 - keep) student``; ``keep = 0`` copies exactly."""
-        source = self.parameters_of(STUDENT)
-        for key, parameter in self.parameters_of(role).items():
-            target, new = local(parameter), local(source[key])
-            if keep == 0:
-                target.copy_(new)
-            else:
-                target.mul_(keep).add_(new, alpha=1 - keep)
+    def blend(self, role: str, keep: float, *, of: str | None = None) -> None:
+        """``role <- keep role + (1 - keep) student``; ``keep = 0`` copies exactly. ``of``: only what that optimizer
+        moves."""
+        moved = []
+        if of in (None, STUDENT) and self._owns(role):
+            moved.append(role)
+            source = self.parameters_of(STUDENT)
+            for key, parameter in self.parameters_of(role).items():
+                target, new = local(parameter), local(source[key])
+                if keep == 0:
+                    target.copy_(new)
+                else:
+                    target.mul_(keep).add_(new, alpha=1 - keep)
         for component, name in self.joined(role).items():
+            if of not in (None, component if component in self.apart else STUDENT):
+                continue
+            moved.append(name)
             student = self[self._joined[component][STUDENT]]
             for parameter, new in zip(self[name].parameters(), student.parameters(), strict=True):
                 local(parameter).lerp_(local(new), 1 - keep)
         residents = self.__dict__.get("_residents")
         if residents is not None:
-            self.changed(role)
+            for name in moved:
+                residents[name].version += 1
 
     def copy(self, role: str) -> None:
         """``role <- student``, exactly."""
