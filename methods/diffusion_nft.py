@@ -2,7 +2,8 @@
 
 An iteration: the OLD policy rolls out K samples a prompt without guidance; rewards become advantages and these an
 optimality probability r; for the sampler's own timesteps the clean samples are noised afresh and the student's
-velocity is drawn towards (r) and away from (1 - r) them; the old policy then follows the student.
+velocity is drawn towards (r) and away from (1 - r) them; the old policy then follows the student. Where rollouts run a
+step ahead, v_old is of the policy that sampled them, not of the old policy of now.
 
 Legend: G prompts (groups), K samples a group, N = G K, B rows of a forward.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from cards.card import ModelCard
 from cards.errors import unknown_name
 from cards.prediction import add_noise, expand_to, velocity_to_x0
+from inference.instance import ModelInstance
 from loops.solvers import SOLVERS
 from methods.advantages import group_advantages, optimality_probability
 from methods.forward import encode_prompts, velocity
@@ -26,7 +28,8 @@ from methods.method import Context, Method, Update
 from methods.random import generator_at, noise_like
 from methods.rewards.scoring import score_groups
 from methods.roles import OLD, REFERENCE, STUDENT
-from methods.rollout import roll_out, rollout_seeds
+from methods.rollout import RolloutPlan, rollout_requests, rollout_seeds, stacked
+from methods.world import World
 
 NORMALISER_FLOOR = 1e-5
 
@@ -91,6 +94,7 @@ class DiffusionNFT(Method):
 
     name = "diffusion_nft"
     needs_reward = True
+    rolls_out = True
 
     def __init__(
         self,
@@ -153,21 +157,25 @@ class DiffusionNFT(Method):
         )
         return found + [message for fine, message in checks if not fine]
 
+    def rollout_plan(self, batch: Sequence[Any], step: int, *, seed: int, world: World) -> RolloutPlan:
+        share = world.share(len(batch), "batch_size")
+        groups = range(*share.indices(len(batch)))
+        prompts = [batch[g].text for g in groups for _ in range(self.samples)]
+        seeds = rollout_seeds(seed, step, groups, self.samples)
+        requests = rollout_requests(
+            prompts, seeds, steps=self.rollout_steps, solver=self.solver, guidance=self.guidance
+        )
+        return RolloutPlan(OLD, requests)
+
     def updates(self, batch: Sequence[Any], step: int, ctx: Context) -> Iterator[Update]:
         """``batch``: the step's ``batch_size`` prompts, the same list on every rank (text and metadata)."""
         share = ctx.world.share(len(batch), "batch_size")
         groups = range(*share.indices(len(batch)))
         mine = [batch[g] for g in groups for _ in range(self.samples)]
-        old = ctx.roles.instance(OLD)
-        rollouts = roll_out(
-            ctx.engine,
-            old,
-            [prompt.text for prompt in mine],
-            rollout_seeds(ctx.seed, step, groups, self.samples),
-            steps=self.rollout_steps,
-            solver=self.solver,
-            guidance=self.guidance,
-        )
+        plan = self.rollout_plan(batch, step, seed=ctx.seed, world=ctx.world)
+        sampled = ctx.rollouts.roll_out(plan.requests, role=plan.role, step=step)
+        assert sampled.role is not None  # no optimizer moves the old policy
+        rollouts, old = stacked(sampled.artifacts), ctx.roles.instance(sampled.role)
         r_N, metrics = self._score(rollouts.videos_NFHWC, mine, share, ctx)
         text_NLD = encode_prompts(ctx.engine, old, rollouts.prompts)
         sigmas_NT = self._timesteps(rollouts.sigmas, step, groups, ctx)
@@ -177,7 +185,7 @@ class DiffusionNFT(Method):
             pairs = [(n, c) for c in columns for n in range(len(mine))]
             for start in range(0, len(pairs), self.micro_batch):
                 chunk = pairs[start : start + self.micro_batch]
-                loss, parts = self._loss(chunk, rollouts.x0_NCTHW, text_NLD, sigmas_NT, r_N, step, groups, ctx)
+                loss, parts = self._loss(chunk, rollouts.x0_NCTHW, text_NLD, sigmas_NT, r_N, step, groups, ctx, old)
                 weight = 1 / len(pairs)
                 yield Update(
                     loss=loss * weight,
@@ -219,6 +227,7 @@ class DiffusionNFT(Method):
         step: int,
         groups: Sequence[int],
         ctx: Context,
+        old: ModelInstance,
     ) -> tuple[Tensor, dict[str, float]]:
         """Sum of the losses of (sample, timestep) pairs, and the sums of its parts."""
         rows = torch.tensor([n for n, _ in pairs], device=ctx.device)
@@ -231,7 +240,7 @@ class DiffusionNFT(Method):
             ]
         )
         x_t = add_noise(x0, noise, expand_to(sigma_B, x0))
-        v_old = velocity(ctx.roles.instance(OLD), x_t, sigma_B, text, gradient=False)
+        v_old = velocity(old, x_t, sigma_B, text, gradient=False)
         v_theta = velocity(ctx.roles.instance(STUDENT), x_t, sigma_B, text, gradient=True)
         policy_B = nft_loss(v_theta, v_old, x_t, x0, sigma_B, r_B, mix=self.mix, a_max=self.a_max)
         moved = (v_theta.detach() - v_old).square().flatten(1).mean(1)
