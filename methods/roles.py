@@ -188,6 +188,10 @@ class Roles(nn.ModuleDict):
         for part in self._moved(name):
             self._residents[part].version += 1
 
+    def moves(self, role: str) -> bool:
+        """Whether an optimizer moves any of the role's weights."""
+        return role in self.trained_names or (role == STUDENT and bool(self.apart))
+
     def _moved(self, name: str) -> list[str]:
         """Modules that are a role's own, for the student without those of ``apart``; or the one of such a component."""
         if name in self.apart:

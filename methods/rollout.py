@@ -100,7 +100,7 @@ class InProcess(RolloutRunner):
 
     def roll_out(self, requests: Sequence[Request], *, role: str, step: int) -> Sampled:
         artifacts = self.engine.run_interleaved(requests, self.roles.instance(role))
-        return Sampled(artifacts, None if role in self.roles.trained_names else role, step)
+        return Sampled(artifacts, None if self.roles.moves(role) else role, step)
 
 
 # -- what a method makes of it

@@ -83,7 +83,7 @@ class SeparateProcess(RolloutRunner):
     def roll_out(self, requests: Sequence[Request], *, role: str, step: int) -> Sampled:
         self.cost = RolloutCost()
         artifacts = self._sample(requests, role, step, slot=role)
-        return Sampled(artifacts, None if role in self.roles.trained_names else role, step)
+        return Sampled(artifacts, None if self.roles.moves(role) else role, step)
 
     def _sample(self, requests: Sequence[Request], role: str, version: int, *, slot: str) -> list[Artifact]:
         """By the role's weights of now, with training waiting."""
@@ -155,7 +155,7 @@ class Asynchronous(SeparateProcess):
         if artifacts is None:
             artifacts = self._sample(requests, BEHAVIOUR, version, slot=BEHAVIOUR)
         self._staleness = step - version
-        moves = role in self.roles.trained_names
+        moves = self.roles.moves(role)
         if moves:  # its weights of now are gone once the optimizer has stepped
             copy_role(self.roles, role, BEHAVIOUR)
         self._keep = None if moves else role
