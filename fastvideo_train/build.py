@@ -19,6 +19,7 @@ from cards.registry import family
 from cards.source import load_component, resolve_folder
 from fastvideo_train.numerics import with_text_padding
 from fastvideo_train.parallel.plan import Plan, make_plan
+from fastvideo_train.rollouts import RolloutSettings, make_settings
 from inference.instance import ModelInstance, Resident
 from methods.method import Method
 from methods.rewards.build import build_reward
@@ -108,6 +109,11 @@ def load_others(base: ModelInstance, cards: Mapping[str, ModelCard]) -> dict[str
 def build_plan(node: DictConfig) -> Plan:
     options: Mapping[str, Any] = plain(node)
     return make_plan(options["name"], **{k: v for k, v in options.items() if k != "name"})
+
+
+def build_rollouts(node: DictConfig) -> RolloutSettings:
+    """How rollouts are executed."""
+    return make_settings(plain(node))
 
 
 def build_method_reward(method: Method, node: DictConfig) -> Reward | None:

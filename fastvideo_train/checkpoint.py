@@ -235,6 +235,6 @@ def _check_roles(stored: Mapping[str, Mapping[str, Any]], module: PostTrainingMo
             problems.append(f"weights of {name}: {len(other)} differ in name or shape, e.g. {other[0]}")
     if problems:
         raise CheckpointError(
-            "the checkpoint does not fit this run: " + "; ".join(problems) + ". Give the same method.lora, method.ema, "
-            "method.kl and method.gan as the run that wrote it"
+            "the checkpoint does not fit this run: " + "; ".join(problems) + ". Give the same rollout (async or not), "
+            "method.lora, method.ema, method.kl and method.gan as the run that wrote it"
         )

@@ -21,11 +21,13 @@ from fastvideo_train.build import (
     build_method,
     build_method_reward,
     build_plan,
+    build_rollouts,
     build_target,
     card_for,
     in_numerics_of,
 )
 from fastvideo_train.parallel.plan import Plan
+from fastvideo_train.rollouts import InProcessRollouts, RolloutSettings
 from fastvideo_train.rundir import check_free
 from inference.plain_request import plain_task
 from methods.method import Method
@@ -51,6 +53,8 @@ class Parts:
     """Prompt source, for methods that need prompts."""
     others: dict[str, ModelCard] = field(default_factory=dict)
     """Roles that are cards of their own."""
+    rollouts: RolloutSettings = field(default_factory=InProcessRollouts)
+    """How rollouts are executed."""
 
 
 def checkpoint_to_resume(run_dir: Path, resume: Any) -> Path | None:
@@ -85,6 +89,7 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         card = attempt(lambda: card_for(base, method))
         others = attempt(lambda: method.role_cards(in_numerics_of(base, method)))
     plan = attempt(lambda: build_plan(cfg.parallel))
+    rollouts = attempt(lambda: build_rollouts(cfg.rollout))
     if card is not None and cfg.eval.prompts == "shapeworld" and card.programs[plain_task(card)].inputs:
         problems.append(f"eval.prompts: got shapeworld, but card {card.name!r} needs a first frame; use none")
     if cfg.eval.prompts not in EVAL_PROMPTS:
@@ -100,6 +105,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         problems += plan.problems(base, cfg.devices)
     if method is not None and base is not None:
         problems += method.problems(base, cfg.devices)
+    if method is not None and rollouts is not None:
+        problems += rollouts.problems(method)
     if method is not None and card is not None:
         attempt(lambda: _check_resume(cfg, run_dir, card, method))
     for loaded in (base, *({} if others is None else others).values()):
@@ -110,7 +117,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         attempt(lambda: data.check(temporal_factor=geometry.temporal, spatial_factor=geometry.spatial))
     if problems:
         raise UserError(problems[0] if len(problems) == 1 else "\n".join(f"- {problem}" for problem in problems))
-    return Parts(card, base, method, plan, reward, data, prompts, others if others is not None else {})
+    roles = others if others is not None else {}
+    return Parts(card, base, method, plan, reward, data, prompts, roles, rollouts)
 
 
 def _check_resume(cfg: DictConfig, run_dir: Path, card: ModelCard, method: Method) -> None:

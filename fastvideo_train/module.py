@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from cards.card import ModelCard
 from cards.errors import UserError
 from fastvideo_train.parallel.plan import Plan
+from fastvideo_train.rollouts import InProcessRollouts, RolloutSettings
 from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.behaviour import behaviour_gate
@@ -26,6 +27,8 @@ from methods.ladder import ladder_of
 from methods.method import Context, Method, Update
 from methods.rewards.reward import Reward
 from methods.roles import EMA, STUDENT, Roles
+from methods.rollout import RolloutPlan
+from methods.rollout_process import Asynchronous
 from methods.world import World
 
 GATE_PROMPT = "a red circle moves left"
@@ -51,6 +54,8 @@ class PostTrainingModule(LightningModule):
         plan: how it is placed.
         reward: for methods that need one.
         others: roles that are cards of their own, see ``Method.role_cards``.
+        rollouts: how rollouts are executed.
+        batch_at: training step -> its batch, for rollouts that are a step ahead; None beyond the end.
         seed: of every draw.
         parity_every: training steps between C2 gates; the first runs before the first update. 0 runs none.
         start_step: training steps that a resumed run has behind it.
@@ -71,6 +76,8 @@ class PostTrainingModule(LightningModule):
         parity_every: int = 0,
         start_step: int = 0,
         on_step: StepHook | None = None,
+        rollouts: RolloutSettings | None = None,
+        batch_at: Callable[[int], Any] | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -85,12 +92,17 @@ class PostTrainingModule(LightningModule):
         self.position: dict[str, Any] = {}
         self.on_step = on_step
         self.c2: GateReport | None = None
-        names = (*method.roles(), *((EMA,) if method.ema is not None else ()))
+        settings = InProcessRollouts() if rollouts is None else rollouts
+        names = (*method.roles(), *((EMA,) if method.ema is not None else ()), *settings.roles)
         self.optimizer_specs = method.optimizers()
         self.roles = Roles(base, names, method.lora, card=card, trained=self.optimizer_specs, others=others)
         method.attach_heads(self.roles)
         self.base = base
         self.engine = Engine(base.device, batching="shape", max_rows=max_rows)
+        self.rollouts = settings.make(self.engine, self.roles, max_rows)
+        self.batch_at = batch_at
+        if isinstance(self.rollouts, Asynchronous):
+            self.rollouts.ahead = self._ahead
         self.on_start: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._sharded = False
@@ -102,6 +114,7 @@ class PostTrainingModule(LightningModule):
         if self._sharded:
             return
         self._sharded = True
+        self.rollouts.prepare()
         mesh = getattr(self, "_device_mesh", None)
         for module in self.roles.sharded_modules():
             if self.plan.activation_checkpointing and hasattr(module, "enable_gradient_checkpointing"):
@@ -140,7 +153,15 @@ class PostTrainingModule(LightningModule):
             seed=self.seed,
             device=self.base.device,
             reward=self.reward,
+            rollouts=self.rollouts,
         )
+
+    def _ahead(self, step: int) -> RolloutPlan | None:
+        """What the method will roll out in a later step."""
+        batch = None if self.batch_at is None else self.batch_at(step)
+        if batch is None:
+            return None
+        return self.method.rollout_plan(batch, step, seed=self.seed, world=self.world())
 
     @property
     def best_role(self) -> str:
@@ -152,10 +173,12 @@ class PostTrainingModule(LightningModule):
     def on_train_start(self) -> None:
         if self.reward is not None:
             self.reward.prepare(str(self.base.device))
+        self.rollouts.start()
         if self.on_start is not None:
             self.on_start()
 
     def on_train_end(self) -> None:
+        self.rollouts.close()
         if self.on_end is not None:
             self.on_end()
 
@@ -178,7 +201,9 @@ class PostTrainingModule(LightningModule):
                 metrics[name] = metrics.get(name, 0.0) + value
             if update.loss is not None:
                 metrics |= self._descend(update)
+        self.rollouts.end_updates()
         metrics |= self.method.after_step(step, self.optimizer_steps, context)
+        metrics |= self.rollouts.metrics()
         self.step_index = step + 1
         self.position = step_batch.position
         metrics = context.world.mean(metrics)

@@ -126,6 +126,8 @@ class Run:
             parity_every=cfg.parity_every,
             start_step=start,
             on_step=self._after_step,
+            rollouts=parts.rollouts,
+            batch_at=None if parts.prompts is None else self.prompts_of,
         )
         self.module.on_start = self._on_start
         self.module.on_end = self._on_end
@@ -134,7 +136,17 @@ class Run:
         self.tracker = self._tracker() if trainer.global_rank == 0 else None
         if parts.data is not None:
             self._prepare_clips(base)
-        trainer.fit(self.module, train_dataloaders=Batches(self))
+        try:
+            trainer.fit(self.module, train_dataloaders=Batches(self))
+        finally:
+            self.module.rollouts.close()
+
+    def prompts_of(self, step: int) -> list[Any] | None:
+        """The prompts of a training step; None beyond the end."""
+        method, first = self.parts.method, step * self.parts.method.batch_size
+        if step >= method.steps:
+            return None
+        return [self.parts.prompts.at(first + i) for i in range(method.batch_size)]
 
     def _tracker(self) -> Any:
         from fastvideo_train.logging.wandb_logger import make_tracker
@@ -373,10 +385,8 @@ class Batches:
         if run.parts.data is not None:
             yield from self._clips()
             return
-        source = run.parts.prompts
         for step in range(start, method.steps):
-            first = step * method.batch_size
-            yield Step([source.at(first + i) for i in range(method.batch_size)], {"prompts": first + method.batch_size})
+            yield Step(run.prompts_of(step), {"prompts": (step + 1) * method.batch_size})
 
     def _clips(self) -> Iterator[Step]:
         data = self.run.parts.data
