@@ -33,8 +33,8 @@ class Needs:
 def request_needs(
     card: ModelCard, task: str, *, guided: bool, pixels: bool, refined: bool = True, written: Collection[str] = ()
 ) -> Needs:
-    """What a request of a task needs; ``guided``, ``pixels``, ``refined`` as in :func:`cards.program.active_nodes`. A node
-    whose slot is ``written`` already does not run."""
+    """What a request of a task needs; the conditions as in :func:`cards.program.active_nodes`. A node whose slot is
+    ``written`` already does not run."""
     _check_tasks(card, (task,))
     active = active_nodes(card.programs[task], guided=guided, pixels=pixels, refined=refined)
     nodes = tuple(node for node in active if node.writes not in written)

@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Condition = Literal["always", "guided", "pixels", "refined"]
-"""always | guided: the request uses classifier-free guidance | pixels: the request wants more than latents | refined: its
-prompt is rewritten."""
+"""always | guided: the request uses classifier-free guidance | pixels: it wants more than latents | refined: its prompt
+is rewritten."""
 
 
 class Input(BaseModel):

@@ -175,8 +175,7 @@ class Run:
             reward = ShapeEvalReward()
             items = tuple(EvalItem(item.prompt, item.seed) for item in EVAL_SET[: cfg.count])
         elif kind == "source" and parts.prompts is not None:
-            far = 10**9
-            prompts = [parts.prompts.at(far + i) for i in range(cfg.count)]
+            prompts = parts.prompts.held_out(cfg.count)
             items = tuple(EvalItem(p.text, 1000 + i, dict(p.metadata)) for i, p in enumerate(prompts))
         guidance = cfg.guidance if cfg.guidance is not None else parts.method.rollout_guidance()
         return EvalSettings(items, reward, steps=cfg.steps, guidance=guidance, solver=cfg.solver, samples=cfg.samples)

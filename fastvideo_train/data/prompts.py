@@ -19,6 +19,8 @@ from fastvideo_train.data.video_folder import DataError, summary
 
 _PROMPT_KEYS = ("prompt", "caption")
 _SUFFIXES = (".txt", ".jsonl")
+FAR = 10**9
+"""A position that no run reaches."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class PromptSource(ABC):
     @abstractmethod
     def at(self, position: int) -> Prompt:
         """The prompt at one position of the stream; the same on every call and every rank."""
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """Up to ``count`` prompts for an evaluation: from far down the stream, or what a source keeps for it."""
+        return [self.at(FAR + i) for i in range(count)]
 
     @abstractmethod
     def digest(self) -> str:

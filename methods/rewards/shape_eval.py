@@ -21,6 +21,8 @@ PARTS = (*CATEGORIES, "all_correct", "score")
 class ShapeEvalReward(Reward):
     """The judge's verdict as a number in 0..1; rule-based, no weights.
 
+    Judged is the caption that a sample's metadata calls its ``meaning``, else its prompt.
+
     ``parts`` hold each category (NaN = the caption does not ask for it), ``all_correct`` and ``score``. A prompt that
     is no ShapeWorld caption is masked.
 
@@ -42,7 +44,8 @@ class ShapeEvalReward(Reward):
     def score(self, batch: RewardBatch) -> Scores:
         def one(i: int) -> Verdict:
             try:
-                return judge(np.asarray(batch.videos_BFHWC[i]), batch.prompts[i])
+                meaning = batch.metadata[i].get("meaning", batch.prompts[i])
+                return judge(np.asarray(batch.videos_BFHWC[i]), meaning)
             except UserError as error:  # about this sample alone: nothing here can be misconfigured
                 raise ValueError(str(error)) from error
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cards.errors import UserError
+from fastvideo_train.data.phrasing_prompts import PhrasingPrompts
 from fastvideo_train.data.prompts import FilePrompts, Prompt, PromptSource
 from fastvideo_train.data.shapeworld_prompts import ShapeWorldPrompts
 from fastvideo_train.data.video_folder import DataError
 from methods.shapeworld.heldout import training_allows
+from methods.shapeworld.scene import canonical, parse
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def sources(text_file: Path, seed: int) -> list[PromptSource]:
-    return [FilePrompts(path=text_file, seed=seed), ShapeWorldPrompts(seed=seed)]
+    return [FilePrompts(path=text_file, seed=seed), ShapeWorldPrompts(seed=seed), PhrasingPrompts(seed=seed)]
 
 
 def test_each_pass_is_a_new_shuffle_of_the_file(text_file: Path) -> None:
@@ -95,3 +98,21 @@ def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
         FilePrompts(path=tmp_path / "absent.txt", seed=0)
     with pytest.raises(DataError, match=r"\.csv.*\.txt, \.jsonl"):
         FilePrompts(path=tmp_path / "prompts.csv", seed=0)
+
+
+def test_phrasings_carry_their_meaning_and_an_evaluation_asks_what_training_never_sees() -> None:
+    source = PhrasingPrompts(seed=3)
+    stream = source.take(300)
+    assert [p.text for p in stream] == [PhrasingPrompts(seed=3).at(i).text for i in range(300)]
+    assert stream[0].text != PhrasingPrompts(seed=4).at(0).text
+    assert all(canonical(parse(p.metadata["meaning"])) for p in stream)
+    held = source.held_out(128)
+    assert len(held) == 128 and source.held_out(3) == held[:3]
+    assert not {p.text for p in held} & {p.text for p in stream}
+    with pytest.raises(UserError, match="not a ShapeWorld caption"):
+        parse(held[0].text)
+
+
+def test_a_source_without_an_evaluation_of_its_own_asks_far_down_its_stream() -> None:
+    source = ShapeWorldPrompts(seed=0)
+    assert source.held_out(2) == [source.at(10**9), source.at(10**9 + 1)] and source.position == 0

@@ -68,3 +68,11 @@ def test_what_cannot_be_judged_is_masked():
 def test_unknown_target():
     with pytest.raises(UserError, match="unknown target for reward shape_eval 'colour'; expected one of: all_correct"):
         ShapeEvalReward(target="colour")
+
+
+def test_an_instruction_is_judged_by_what_it_means():
+    asked = "a crimson ball drifting west"
+    batch = RewardBatch(
+        videos_BFHWC=np.stack([_clip(RIGHT), _clip(PAIR)]), prompts=[asked, asked], metadata=[{"meaning": RIGHT}] * 2
+    )
+    np.testing.assert_array_equal(ShapeEvalReward(target="all_correct").score(batch).values, [1, 0])
