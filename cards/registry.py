@@ -81,7 +81,7 @@ def _of_memory(module: str, table: str) -> dict[Any, Callable[..., Any]]:
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
-    "reward": Family("reward", (), ("clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
+    "reward": Family("reward", (), ("tiny", "clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
     "unified": Family("unified", (), ("tiny", "1.3b", "14b"), "cards.unified", options=("refiner",)),
     "wan21": Family("wan21", ("WanPipeline",), ("tiny", "1.3b", "14b"), "cards.wan21"),
     "wan21_i2v": Family("wan21_i2v", ("WanImageToVideoPipeline",), ("14b", "tiny"), "cards.wan21_i2v"),

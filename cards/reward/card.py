@@ -1,4 +1,5 @@
-"""Reward cards: published CLIPs by hub id, and any folder of a transformers ``CLIPModel`` with its processor.
+"""Reward cards: a bundled tiny CLIP of ShapeWorld, published CLIPs by hub id, and any folder of a transformers
+``CLIPModel`` with its processor.
 
 Figures of the published models: config.json of openai/clip-vit-large-patch14 and openai/clip-vit-base-patch32. A model
 whose processor is published elsewhere, such as PickScore, is used from a folder that holds both.
@@ -33,12 +34,18 @@ SEMANTICS = "image-text-similarity"
 CLASS = "CLIPModel"
 PROCESSOR = "CLIPProcessor"
 DTYPES = ("float32", "bfloat16", "float16")
+TINY = "reward/weights/tiny"
+"""Bundled; trained by ``scripts/pretrain/clip.py``."""
 HUB = {"clip-l14": "openai/clip-vit-large-patch14", "clip-b32": "openai/clip-vit-base-patch32"}
 
 NO_CLIP = Geometry(spatial=1, temporal=1, channels=1, patch=(1, 1, 1))
 """A reward card makes no clips and takes clips of any size: the smallest geometry."""
 
+PICTURES = {"tiny": ScoreSampling(frames=4, grid=2)}
+"""Size -> what it looks at, where that is not the default."""
+
 _CONFIGS: dict[str, dict[str, dict[str, JsonValue]]] = {
+    "tiny": {"vision_config": {"hidden_size": 96, "num_hidden_layers": 4, "patch_size": 8}},
     "clip-l14": {
         "text_config": {
             "hidden_size": 768,
@@ -78,11 +85,18 @@ _PROJECTION: dict[str, JsonValue] = {"clip-l14": 768, "clip-b32": 512}
 
 
 def build_card(size: str, *, source: str | None = None, revision: str | None = None) -> ModelCard:
-    """The card of a published size; with ``source`` (folder or hub id) a folder's configs are read from there."""
-    if size not in HUB:
-        raise unknown_name("size with published weights", size, HUB)
-    parsed = Source(kind="hub", location=HUB[size], revision=revision)
-    if source is not None:
+    """The card of the bundled or of a published size; with ``source`` (folder or hub id) a folder's configs are read
+    from there."""
+    if size != "tiny" and size not in HUB:
+        raise unknown_name("size with weights", size, ("tiny", *HUB))
+    if size == "tiny" and source is None:
+        bundled = Source(kind="bundled", location=TINY)
+        return _card(size, bundled, {}, read_json(resolve_folder(bundled) / "config.json"), "float32")
+    if size == "tiny" and not Path(str(source)).expanduser().is_dir():
+        raise SourceError(f"got card.source={source!r} for the tiny reward card, expected a folder, or none: bundled")
+    if source is None:
+        parsed = Source(kind="hub", location=HUB[size], revision=revision)
+    else:
         parsed = parse_source(source, revision)
     if parsed.kind == "folder":
         return card_from_folder(Path(parsed.location))
@@ -105,7 +119,7 @@ def card_from_folder(folder: Path) -> ModelCard:
 
 
 def _size(config: dict[str, Any]) -> str:
-    """The published size of this vision tower, else ``custom``."""
+    """The size of this vision tower, else ``custom``."""
     vision = config.get("vision_config", {})
     shape = ("hidden_size", "num_hidden_layers", "patch_size")
     return next(
@@ -165,7 +179,7 @@ def _card(size: str, source: Source, own: dict[str, JsonValue], config: dict[str
             fps=1.0,
             steps=1,
             max_sequence_length=_figure(config, "text_config", "max_position_embeddings"),
-            score=ScoreSampling(),
+            score=PICTURES.get(size, ScoreSampling()),
         ),
         parity=Parity(levels=("C0", "C1", "C3")),
         capabilities=("score",),

@@ -1,4 +1,4 @@
-"""Image-text similarity by a CLIP of transformers: what CLIPScore and PickScore share.
+"""Image-text similarity by a CLIP of transformers: what CLIPScore, PickScore and HPSv2 share.
 
 Knows how to load a CLIP and pick frames. Leaves model names and scales to the subclasses, and what a CLIP computes to
 ``cards.reward``, whose card scores requests of the engine alike.
@@ -47,7 +47,7 @@ class ClipReward(Reward):
     """
 
     learned = True
-    divisor: ClassVar[float]  # brings the usual range of the logit to about 0..1
+    divisor: ClassVar[float | None]  # brings the usual range of the logit to about 0..1; None: exp(logit_scale)
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class ClipReward(Reward):
         text_ND = text_ND.repeat_interleave(torch.tensor(counts, device=text_ND.device), dim=0)
         logits_N = similarity(loaded.clip, image_ND, text_ND)
         values[list(pixels_NCHW)] = [float(own.double().mean()) for own in logits_N.cpu().split(counts)]
-        return Scores(values=clean(values / self.divisor), reasons=reasons)
+        divisor = loaded.clip.logit_scale.double().exp().item() if self.divisor is None else self.divisor
+        return Scores(values=clean(values / divisor), reasons=reasons)
 
     def _ready(self) -> _Loaded:
         if self._loaded is None:

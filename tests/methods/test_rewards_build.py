@@ -13,21 +13,33 @@ from omegaconf import DictConfig
 from cards.errors import UserError
 from methods.rewards.build import build_reward
 from methods.rewards.callable_reward import CallableReward
+from methods.rewards.card_reward import CardReward
 from methods.rewards.clip_score import CLIPScore
 from methods.rewards.combine import WeightedReward
+from methods.rewards.hps_score import HPSScore
 from methods.rewards.pick_score import PickScore
 from methods.rewards.reward import Reward
 from methods.rewards.shape_eval import ShapeEvalReward
 from methods.rewards.tagged import TaggedReward
+from methods.rewards.vlm_judge import VLMJudge
 
 CONF = Path(__file__).parents[2] / "conf"
 CLASSES = {
     "shape_eval": ShapeEvalReward,
     "clip_score": CLIPScore,
     "pick_score": PickScore,
+    "hps_score": HPSScore,
+    "clip_card": CardReward,
+    "tiny_clip": CardReward,
+    "vlm_judge": VLMJudge,
     "shape_eval_clip": WeightedReward,
     "tagged": TaggedReward,
     "callable": CallableReward,
+}
+NEEDED = {
+    "callable": ["reward.function=math.sqrt"],
+    "hps_score": ["reward.model=some/folder"],
+    "vlm_judge": ["reward.base_url=http://localhost:1/v1", "reward.model=judge"],
 }
 
 
@@ -42,7 +54,7 @@ def test_every_file_is_known_here():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_builds_by_hydra_and_by_us(name):
-    config = _config(name, *(["reward.function=math.sqrt"] if name == "callable" else []))
+    config = _config(name, *NEEDED.get(name, ()))
     for reward in (build_reward(config), instantiate(config)):
         assert type(reward) is CLASSES[name]
         assert isinstance(reward, Reward)

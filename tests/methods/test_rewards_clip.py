@@ -16,6 +16,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from cards.errors import UserError
 from methods.rewards.clip_score import CLIPScore
+from methods.rewards.hps_score import HPSScore
 from methods.rewards.pick_score import PickScore
 from methods.rewards.reward import RewardBatch
 from tests.support.tiny_clip import TEXT_LENGTH, save_tiny_clip
@@ -88,6 +89,14 @@ def test_videos_of_different_sizes_and_a_broken_one(clip_folder):
 def test_all_broken_is_all_masked(clip_folder):
     scores = CLIPScore(model=str(clip_folder)).score(_batch([np.zeros((2, 2), np.uint8)], ["a"]))
     assert scores.failed == 1
+
+
+def test_hps_is_the_cosine(clip_folder):
+    videos = _videos(2)
+    scale = CLIPModel.from_pretrained(clip_folder).logit_scale.exp().item()
+    got = HPSScore(model=str(clip_folder), frames=None).score(_batch(videos, PROMPTS[:2])).values
+    expected = [_logits(clip_folder, v, p).mean() / scale for v, p in zip(videos, PROMPTS[:2], strict=True)]
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
 def test_own_processor_folder(clip_folder, tmp_path):
