@@ -24,6 +24,7 @@ from inference.instance import ModelInstance
 from loops.solvers import SOLVERS
 from methods.advantages import group_advantages, optimality_probability
 from methods.forward import encode_prompts, velocity
+from methods.ladder import ladder_of
 from methods.method import Context, Method, Update
 from methods.random import generator_at, noise_like
 from methods.rewards.scoring import score_groups
@@ -155,7 +156,14 @@ class DiffusionNFT(Method):
                 f"updates: got {self.inner_updates}, expected a divisor of timesteps = {self.timesteps}",
             ),
         )
-        return found + [message for fine, message in checks if not fine]
+        found += [message for fine, message in checks if not fine]
+        ladder = ladder_of(card)
+        if ladder is not None:
+            found.append(
+                f"card {card.name!r} samples on the ladder {ladder} alone, method {self.name} rolls out along a whole "
+                "trajectory; train the card that it was distilled from"
+            )
+        return found
 
     def rollout_plan(self, batch: Sequence[Any], step: int, *, seed: int, world: World) -> RolloutPlan:
         share = world.share(len(batch), "batch_size")

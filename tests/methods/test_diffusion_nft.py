@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cards.errors import UserError
 from fastvideo_train.data.prompts import Prompt
 from methods.diffusion_nft import DiffusionNFT, nft_loss, old_policy_decay
+from methods.ladder import ladder_card
 from methods.method import Update
 from methods.rewards.reward import Reward, RewardBatch, Scores
 from methods.roles import OLD, REFERENCE, STUDENT
@@ -550,6 +551,11 @@ def test_nft_raises_the_reward(training: Any) -> None:
 )
 def test_bad_settings_are_named_before_weights_load(training: Any, options: dict[str, Any], complaint: str) -> None:
     assert any(complaint in problem for problem in nft(**options).problems(training.card, 1))
+
+
+def test_a_distilled_card_is_refused_before_weights_load(training: Any) -> None:
+    (problem,) = nft().problems(ladder_card(training.card, (1.0, 0.5)), 1)
+    assert "ladder (1.0, 0.5)" in problem
 
 
 def test_groups_must_divide_over_the_devices(training: Any) -> None:
