@@ -112,6 +112,19 @@ NFT = (
     "eval.count=2",
     "eval.steps=2",
 )
+FLOW_GRPO = (
+    "method=flow_grpo",
+    "batch_size=2",
+    "method.samples=3",
+    "method.rollout_steps=4",
+    "method.window=[0,3]",
+    "method.timesteps=2",
+    "method.updates=2",
+    "method.clip_range=0.1",
+    "method.ema=0.9",
+    "method.kl=1e-3",
+    *NFT[-4:],
+)
 FINETUNE = (
     "method=finetune",
     "batch_size=4",
@@ -140,6 +153,7 @@ def method_overrides(wan_folder: Path) -> dict[str, tuple[str, ...]]:
     teacher = f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}"
     return {
         "diffusion_nft": NFT,
+        "flow_grpo": FLOW_GRPO,
         "finetune": FINETUNE,
         "dmd2": DMD2,
         "dmd2-gan": DMD2_GAN,

@@ -13,7 +13,7 @@ STEPS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["finetune", "diffusion_nft", "dmd2", "dmd2-gan", "self_forcing"])
+@pytest.mark.parametrize("method", ["finetune", "diffusion_nft", "flow_grpo", "dmd2", "dmd2-gan", "self_forcing"])
 def test_resume_equals_the_uninterrupted_run(
     method: str,
     runs: Any,
@@ -33,7 +33,8 @@ def test_resume_equals_the_uninterrupted_run(
     assert all(optimizer["state"] for optimizer in whole["optimizers"].values()), "the comparison would be empty"
     assert {"student", "ema"} <= set(whole["roles"])
     assert method != "diffusion_nft" or "old" in whole["roles"]
-    assert method in ("finetune", "diffusion_nft") or ("critic" in whole["roles"] and "teacher" not in whole["roles"])
+    critic = "critic" in whole["roles"] and "teacher" not in whole["roles"]
+    assert critic or method in ("finetune", "diffusion_nft", "flow_grpo")
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
     assert [row["step"] for row in runs.metrics(f"{method}-killed")] == [str(i + 1) for i in range(STEPS)]
