@@ -24,6 +24,7 @@ from inference.instance import ModelInstance, Resident
 from methods.method import Method
 from methods.rewards.build import build_reward
 from methods.rewards.reward import Reward
+from methods.rewards.watch import watched
 from methods.roles import trainable_component
 
 PRECISIONS = ("float32", "bfloat16")
@@ -117,9 +118,9 @@ def build_rollouts(node: DictConfig) -> RolloutSettings:
 
 
 def build_method_reward(method: Method, node: DictConfig) -> Reward | None:
-    """The reward of a method that needs one."""
+    """The reward of a method that needs one; a learned one is watched."""
     if not method.needs_reward:
         return None
-    reward = build_reward(node)
+    reward = watched(build_reward(node))
     reward.check()
     return reward

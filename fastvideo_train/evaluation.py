@@ -22,6 +22,7 @@ from methods.finetune import Finetune
 from methods.ladder import ladder_of
 from methods.method import Baseline
 from methods.rewards.reward import Reward, RewardBatch
+from methods.rewards.watch import LEARNED
 from methods.world import World
 
 Listener = Callable[[str, int, int], None]
@@ -48,6 +49,8 @@ class EvalSettings:
     solver: str | None = None
     samples: int = 16
     """Clips that are kept for the report."""
+    learned: Reward | None = None
+    """The learned reward that is trained on, scored beside the rule-based ``reward`` as ``learned_reward``."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,11 @@ def evaluate(
         scores = settings.reward.score(
             RewardBatch(clips, [item.prompt for item in mine], [item.metadata for item in mine])
         )
-        columns = {"reward": scores.values, **scores.parts}
+        columns = {"reward": scores.values, **scores.parts, **columns}
+    if settings.learned is not None:
+        batch = RewardBatch(clips, [item.prompt for item in mine], [item.metadata for item in mine])
+        columns["learned_reward"] = settings.learned.score(batch).parts[LEARNED]
+    if columns:
         metrics |= _means(columns, len(padded), world)
         verdicts = [
             {name: None if np.isnan(values[i]) else float(values[i]) for name, values in columns.items()}

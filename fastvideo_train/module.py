@@ -172,6 +172,7 @@ class PostTrainingModule(LightningModule):
 
     def on_train_start(self) -> None:
         if self.reward is not None:
+            self.reward.use_engine(self.engine)
             self.reward.prepare(str(self.base.device))
         self.rollouts.start()
         if self.on_start is not None:

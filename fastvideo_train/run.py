@@ -32,6 +32,8 @@ from fastvideo_train.module import PostTrainingModule
 from fastvideo_train.rundir import SUMMARY_FILE, write_json
 from inference.instance import ModelInstance
 from inference.request import Request
+from methods.rewards.reward import Reward
+from methods.rewards.watch import HackingWatch, WatchedReward
 
 HEADLINES = ("all_correct", "action_eval", "val_loss", "reward")
 """Evaluation metrics that are shown, the first that a run has as its headline."""
@@ -79,6 +81,7 @@ class Run:
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.exported: Exported | None = None
+        self.hacking = HackingWatch()
 
     # -- set-up
 
@@ -167,18 +170,28 @@ class Run:
         if kind == "auto":
             kind = "shapeworld" if parts.card.recipe.data == "ShapeWorld" else "source"
         reward = parts.reward
+        learned: Reward | None = None
         items: tuple[EvalItem, ...] = ()
         if kind == "shapeworld":
             from methods.rewards.shape_eval import ShapeEvalReward
             from methods.shapeworld.heldout import EVAL_SET
 
+            learned = reward if isinstance(reward, WatchedReward) else None
             reward = ShapeEvalReward()
             items = tuple(EvalItem(item.prompt, item.seed) for item in EVAL_SET[: cfg.count])
         elif kind == "source" and parts.prompts is not None:
             prompts = parts.prompts.held_out(cfg.count)
             items = tuple(EvalItem(p.text, 1000 + i, dict(p.metadata)) for i, p in enumerate(prompts))
         guidance = cfg.guidance if cfg.guidance is not None else parts.method.rollout_guidance()
-        return EvalSettings(items, reward, steps=cfg.steps, guidance=guidance, solver=cfg.solver, samples=cfg.samples)
+        return EvalSettings(
+            items,
+            reward,
+            steps=cfg.steps,
+            guidance=guidance,
+            solver=cfg.solver,
+            samples=cfg.samples,
+            learned=learned,
+        )
 
     # -- hooks of the module
 
@@ -189,6 +202,8 @@ class Run:
             ckpt.restore(state, self.meta, self.module)
             self.before = state["data"]["before"]
             self.module.position = state["data"]["position"]
+            if "hacking" in state["data"]:  # not in checkpoints from before there was a watch
+                self.hacking = HackingWatch.restored(state["data"]["hacking"])
         start = self.module.step_index
         if self.metrics is not None:
             self.metrics.truncate_after(start)
@@ -199,6 +214,7 @@ class Run:
 
     def _after_step(self, step: int, metrics: dict[str, float]) -> None:
         cfg = self.cfg
+        metrics |= self.hacking.figures(step, metrics)
         if self.metrics is not None:
             self.metrics.log(step, metrics)
         if self.tracker is not None:
@@ -212,7 +228,7 @@ class Run:
             self._save()
 
     def _save(self) -> None:
-        data = {"position": self.module.position, "before": self.before}
+        data = {"position": self.module.position, "before": self.before, "hacking": self.hacking.state()}
         ckpt.save(self.run_dir / "checkpoints", self.module, data, keep=self.cfg.keep_checkpoints)
 
     def _on_end(self) -> None:

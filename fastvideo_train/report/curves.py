@@ -10,7 +10,11 @@ from fastvideo_train.report.charts import SMALL, Curve, chart
 from fastvideo_train.report.run_data import RunData
 from fastvideo_train.report.words import metric_title, section
 
-MAIN_METRICS = {"train/loss": "Training loss", "train/reward": "Reward of training rollouts"}
+MAIN_METRICS = {
+    "train/loss": "Training loss",
+    "train/reward": "Reward of training rollouts",
+    "watch/score": "ShapeEval of training rollouts, held out",
+}
 _NO_CATEGORY = ("all_correct", "score", "valid")
 
 

@@ -10,6 +10,9 @@ from fastvideo_train.report.charts import number
 from fastvideo_train.report.run_data import RunData
 from fastvideo_train.report.words import TITLES, delta, duration, metric_title, section, three
 
+HACKING = "watch/hacking_since"
+"""Column: the step at which a learned reward began to rise while ShapeEval fell, 0 where it does not."""
+
 
 def header(run: RunData) -> str:
     """What ran, the number it is about, and the facts of the run."""
@@ -29,6 +32,9 @@ def header(run: RunData) -> str:
         if value is not None
     ]
     facts += [("Largest change", f"{part} {number(float(v))}") for part, v in summary.get("weight_change", {}).items()]
+    since = next((row[HACKING] for row in run.metrics if row.get(HACKING, 0.0) > 0), None)
+    if since is not None:
+        facts.append(("Reward hacking", f"since step {since:.0f}"))
     if "card_digest" in summary:
         facts.append(("Card digest", str(summary["card_digest"])[:12]))
     listed = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)

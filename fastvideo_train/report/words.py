@@ -8,6 +8,7 @@ from html import escape
 TITLES = {
     "all_correct": "All correct",
     "reward": "Reward",
+    "learned_reward": "Learned reward",
     "val_loss": "Validation loss",
     "val_loss_q1": "Validation loss, least noise",
     "val_loss_q2": "Validation loss, second quarter",

@@ -297,3 +297,16 @@ def test_not_a_run(tmp_path: Path) -> None:
 
 def _entries(run: Path, phase: str) -> list[dict[str, Any]]:
     return json.loads((run / "samples" / phase / "samples.json").read_text())["samples"]
+
+
+def test_reward_hacking_is_told_at_the_top_and_shape_eval_is_drawn_beside_the_reward(tmp_path: Path) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    for step, since in enumerate((0.0, 3.0, 3.0), start=1):
+        row = {"train/reward": 0.1 * step, "watch/score": 1 - 0.1 * step, "watch/hacking_since": since}
+        log.log(step, row)
+    page = Page(write_report(tmp_path).read_text())
+    assert "Reward hacking" in page.shown() and "since step 3" in page.shown()
+    names = {json.loads(str(figure["data-series"]))[0]["name"] for figure in page.all("figure")}
+    assert {"train/reward", "watch/score"} <= names
+    log.truncate_after(1)
+    assert "Reward hacking" not in Page(write_report(tmp_path).read_text()).shown()
