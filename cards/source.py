@@ -242,19 +242,19 @@ def check_source(card: ModelCard, tasks: Collection[str] | None = None) -> Path:
     """
     folder = resolve_folder(card.source, card.root)
     needed, optional = needed_components(card, tasks), optional_components(card, tasks)
-    whole = all(_stands_alone(component) for component in (*needed.values(), *optional.values()))
+    whole = all(stands_alone(component) for component in (*needed.values(), *optional.values()))
     index = {} if whole else read_json(folder / "model_index.json")
     for cid, component in needed.items():
         if is_new(component, folder) and cid in card.recipe.weights:
             raise SourceError(f"{folder} holds no {component.subfolder!r}, whose weights the card was trained with")
         _check_component(cid, component, folder, index)
     for cid, component in optional.items():
-        if _stands_alone(component) or (index.get(component.subfolder) or [None])[0] is not None:
+        if stands_alone(component) or (index.get(component.subfolder) or [None])[0] is not None:
             _check_component(cid, component, folder, index)
     return folder
 
 
-def _stands_alone(component: Component) -> bool:
+def stands_alone(component: Component) -> bool:
     """Whether no model_index.json has to name it."""
     return component.subfolder == OWN_FOLDER or component.source is not None or component.beside
 
@@ -267,7 +267,7 @@ def _check_component(cid: str, component: Component, folder: Path, index: Mappin
             check_weights(component, folder)
         return
     where = component_folder(component, folder)
-    entry = _own_entry(component, where) if _stands_alone(component) else index.get(component.subfolder)
+    entry = _own_entry(component, where) if stands_alone(component) else index.get(component.subfolder)
     if not entry or entry[0] is None:
         raise SourceError(f"{folder / 'model_index.json'} names no {component.subfolder!r}, which {cid!r} needs")
     if component.kind in MODULE_KINDS:

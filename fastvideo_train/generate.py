@@ -49,6 +49,9 @@ class GenerateOptions(Options):
     solver: str | None = Field(None, description="unipc, euler or dpm2")
     guidance_policy: str | None = Field(None, description="sequential (equal to diffusers bit for bit) or batched")
     shift: float | None = Field(None, description="flow shift")
+    refine: bool | None = Field(None, description="false gives a card that rewrites prompts this one as it is")
+    temperature: float | None = Field(None, description="of the rewriting; 0 takes the most likely words")
+    max_tokens: Int64 | None = Field(None, description="length of the rewritten prompt, at most")
     fps: float | None = Field(None, gt=0, le=240, allow_inf_nan=False, description="frames a second of the file")
     scale: int = Field(1, ge=1, le=64, description="enlarge each pixel by this whole factor, nearest neighbour")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<index>")
@@ -93,6 +96,9 @@ def _generate(argv: Sequence[str]) -> int:
         guidance_policy=options.guidance_policy,
         solver=options.solver,
         shift=options.shift,
+        refine=options.refine,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
         output="latents" if out.suffix.lower() == LATENTS_SUFFIX else "video",
     )
     request = resolve(request, card).request
@@ -107,6 +113,8 @@ def _generate(argv: Sequence[str]) -> int:
     artifact = handle.result()
     done = time.monotonic()
     what = _write(out, artifact, fps=artifact.fps if options.fps is None else options.fps, scale=options.scale)
+    if artifact.refined is not None:
+        print(f"refined prompt: {artifact.refined}")
     print(
         f"wrote {out}: {what}, seed {artifact.provenance.params.seed}, "
         f"{done - loaded:.1f} s ({loaded - started:.1f} s to load {card.name})"
@@ -158,6 +166,7 @@ def _write(out: Path, artifact: Artifact, *, fps: float, scale: int) -> str:
             "prompt": provenance.prompt,
             "negative_prompt": provenance.negative_prompt,
             "seed": str(provenance.params.seed),
+            **({} if artifact.refined is None else {"refined_prompt": artifact.refined}),
         }
         write_bytes_atomic(out, save({LATENTS_KEY: latents_1CTHW}, metadata=metadata))
         return f"latents {list(latents_1CTHW.shape)}"

@@ -14,6 +14,11 @@ def plain_task(card: ModelCard) -> str:
     return Request.task if Request.task in card.programs else next(iter(card.programs))
 
 
+def as_it_is(card: ModelCard) -> bool | None:
+    """``refine`` of a request whose prompt the generator is to get word for word."""
+    return False if any(node.when == "refined" for node in card.programs[plain_task(card)].nodes) else None
+
+
 def plain_inputs(card: ModelCard) -> dict[str, Tensor] | None:
     """Tensors as the plain task declares them, every value as likely, the same at every call; None where it has none.
 

@@ -108,9 +108,14 @@ def unify(generator: ModelCard, refiner: ModelCard) -> ModelCard:
         family=FAMILY,
         source=source,
         programs={**generator.programs, TASK: refined(generator.programs[TASK])},
-        recipe=generator.recipe.model_copy(update={"method": "unified"}),
+        recipe=generator.recipe.model_copy(update={"method": "unified", "data": _data(generator.recipe.data)}),
     )
     return with_refiner(child, refiner)
+
+
+def _data(generators: str) -> str:
+    """What a card's weights were made from: no longer the generator's prompts alone."""
+    return f"{generators} behind a refiner" if generators else ""
 
 
 def with_refiner(card: ModelCard, refiner: ModelCard) -> ModelCard:

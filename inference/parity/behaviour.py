@@ -16,7 +16,7 @@ from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.chunks import chunk_gate
 from inference.parity.interleave import GateReport, tensor_difference, worst
-from inference.plain_request import plain_inputs, plain_task
+from inference.plain_request import as_it_is, plain_inputs, plain_task
 from inference.request import Request
 from inference.resolve import CHUNK_LOOP, denoise_spec, resolve
 from loops.drive import drive
@@ -49,6 +49,7 @@ def behaviour_gate(
         prompt=prompt,
         task=plain_task(instance.card),
         inputs=plain_inputs(instance.card),
+        refine=as_it_is(instance.card),
         seed=seed,
         steps=_gate_steps(instance) if steps is None else steps,
         guidance=1.0,
@@ -88,7 +89,7 @@ def _text(instance: ModelInstance, request: Request) -> Tensor:
 def _conditions(instance: ModelInstance, request: Request) -> dict[str, Tensor]:
     """What the denoising node reads, by the reference driver and not by the engine under test."""
     nodes = instance.card.programs[request.task].nodes
-    denoise = next(node for node in nodes if node.loop is not None)
+    denoise = next(node for node in nodes if node.loop is not None and node.writes != "prompt")
     inputs = {} if request.inputs is None else request.inputs
     ctx = LoopContext(spec=None, slots={"prompt": request.prompt, **inputs})
     params = resolve(request, instance.card).params

@@ -15,7 +15,7 @@ from inference.instance import ModelInstance
 from inference.parity.requests import gate_requests
 from inference.request import Request
 from loops.ar_decode import Completion
-from loops.loop import BehaviourRecord
+from loops.loop import BehaviourRecord, TokenBehaviour
 from loops.score import Score
 
 Kept = Tensor | Mapping[str, Tensor] | None
@@ -87,13 +87,31 @@ def behaviour_difference(ours: BehaviourRecord | None, theirs: BehaviourRecord |
     return worst(_optional_difference(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(BehaviourRecord))
 
 
+def tokens_difference(ours: TokenBehaviour | None, theirs: TokenBehaviour | None) -> float:
+    """Largest difference of two texts' log-probs; inf where they are of other tokens, or one is missing."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    if ours.temperature != theirs.temperature:
+        return math.inf
+    same = worst(tensor_difference(getattr(ours, n), getattr(theirs, n)) for n in ("prompt_ids", "token_ids", "mask"))
+    return math.inf if same else tensor_difference(ours.logprobs, theirs.logprobs)
+
+
+def _by_node(ours: Artifact, theirs: Artifact) -> Iterable[float]:
+    """Differences of the texts that two artifacts' nodes made."""
+    for node in (*ours.completions, *theirs.completions):
+        yield completion_difference(ours.completions.get(node), theirs.completions.get(node))
+        yield tokens_difference(ours.tokens.get(node), theirs.tokens.get(node))
+    yield 0.0 if ours.refined == theirs.refined else math.inf
+
+
 def artifact_difference(ours: Artifact, theirs: Artifact) -> float:
     """Largest absolute difference over all that two artifacts hold; inf where shapes differ or one lacks a part."""
     return worst(
         (
             tensor_difference(ours.latents, theirs.latents),
             _optional_difference(ours.video, theirs.video),
-            completion_difference(ours.completion, theirs.completion),
+            *_by_node(ours, theirs),
             score_difference(ours.score, theirs.score),
             behaviour_difference(ours.behaviour, theirs.behaviour),
         )

@@ -23,11 +23,12 @@ from inference.parity.chunks import chunk_rows
 from inference.parity.interleave import GateReport, interleave_gate, tensor_difference, worst
 from inference.parity.library import WanLibrary, library_of
 from inference.parity.reference import drive_request
-from inference.parity.requests import gate_tasks
+from inference.parity.requests import TEXT_PROMPTS, gate_tasks
 from inference.parity.score import score_rows
 from inference.parity.text import text_rows
+from inference.parity.tokens import token_gates
 from inference.request import Request
-from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec, resolve
+from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec, refine_nodes, resolve
 from loops.denoise import initial_noise
 from loops.loop import ModelCall
 
@@ -68,6 +69,7 @@ def clip_rows(instance: ModelInstance, task: str, library: WanLibrary, *, seed: 
     if "C1" in card.parity.levels:
         yield from loop_level(instance, library, seed=seed)
     if "C2" in card.parity.levels:
+        yield from token_gates(instance, prompts=TEXT_PROMPTS, seed=seed)
         for solver in _solvers(card):
             report = behaviour_gate(
                 instance, prompt=PROMPT, seed=seed, solver=solver, tolerance=card.parity.tolerances["C2"]
@@ -165,6 +167,7 @@ def _request(card: ModelCard, **fields: Any) -> Request:
     """A request with every field set, so that the library can be asked the very same."""
     ladder = denoise_spec(card, Request.task).schedule.ladder
     steps = STEPS if ladder is None else len(ladder)
+    fields |= {"temperature": 0.0} if refine_nodes(card, Request.task) else {}
     resolved = resolve(Request(prompt=PROMPT, negative_prompt="blue square", steps=steps, **fields), card)
     p = resolved.params
     return replace(resolved.request, frames=p.frames, height=p.height, width=p.width)

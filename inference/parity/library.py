@@ -6,6 +6,7 @@ Shares no code with our loops: only the folder and the seed. One class a family;
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import unknown_name
-from cards.source import BESIDE, MODULE_KINDS, resolve_folder
+from cards.source import BESIDE, MODULE_KINDS, component_folder, resolve_folder, stands_alone
 from inference.parity.transformers_library import ClipLibrary, GenerateLibrary
 from inference.request import Request
-from inference.resolve import denoise_spec
+from inference.resolve import denoise_spec, refine_nodes, resolve
 from loops.options import read_options
 from loops.solvers import RENOISING, SOLVERS
 from loops.vae_tiles import TileOptions
@@ -32,7 +33,7 @@ class WanLibrary:
         dtypes: dict[str, torch.dtype] = {
             component.subfolder: getattr(torch, component.dtype)
             for component in card.components.values()
-            if component.kind in MODULE_KINDS and component.class_name not in BESIDE
+            if component.kind in MODULE_KINDS and component.class_name not in BESIDE and not stands_alone(component)
         }
         folder = resolve_folder(card.source, card.root)
         self.card = card
@@ -124,9 +125,35 @@ class WanLibrary:
         return getattr(diffusers, class_name)(**{**options, shift_key: shift})
 
 
+class RefinedWanLibrary(WanLibrary):
+    """``WanPipeline`` on the prompt that transformers' ``generate`` rewrote, greedily."""
+
+    def __init__(self, card: ModelCard, device: torch.device):
+        super().__init__(card, device)
+        (self.node,) = refine_nodes(card, Request.task)
+        self.spec = card.loops[self.node]
+        component = card.components[self.spec.components["lm"]]
+        folder = component_folder(component, resolve_folder(card.source, card.root))
+        self.refiner = GenerateLibrary(card, device, folder)
+
+    def refine(self, prompt: str, max_tokens: int) -> str:
+        """What ``generate(do_sample=False)`` makes of an instruction, as the tokenizer's chat template puts it."""
+        chat = [{"role": "system", "content": self.spec.options["system"]}, {"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
+        ids_1L = torch.tensor([self.refiner.tokenizer.apply_chat_template(chat, **options)])
+        tokens, _ = self.refiner.greedy(ids_1L, max_tokens)
+        return str(self.refiner.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def sample(self, request: Request, *, solver: str, shift: float) -> tuple[Tensor, Tensor]:
+        params = resolve(request, self.card).nodes[self.node]
+        prompt = self.refine(request.prompt, params.max_tokens)
+        return super().sample(replace(request, prompt=prompt), solver=solver, shift=shift)
+
+
 LIBRARIES: dict[str, Callable[[ModelCard, torch.device], Any]] = {
     "qwen3": GenerateLibrary,
     "reward": ClipLibrary,
+    "unified": RefinedWanLibrary,
     "wan21": WanLibrary,
     "wan_causal": WanLibrary,
 }

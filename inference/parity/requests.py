@@ -11,7 +11,7 @@ from cards.card import ModelCard
 from cards.errors import UserError
 from inference.instance import ModelInstance
 from inference.request import Request
-from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec
+from inference.resolve import CHUNK_LOOP, SCORE_LOOP, TEXT_LOOP, denoise_spec, refine_nodes
 from loops.loop import Profile
 
 CLIP_PROMPTS = ("a red circle moves left", "two blue squares", "", "a green triangle stays still")
@@ -21,14 +21,14 @@ TOKENS = 16
 
 
 def gate_tasks(card: ModelCard) -> dict[str, str]:
-    """Task -> kind of its first loop, for the tasks that a gate knows how to ask: texts, scores and t2v.
+    """Task -> kind of the loop that it is about, for the tasks that a gate knows how to ask: texts, scores and t2v.
 
     Raises ``UserError`` where the card has none.
     """
     found = {}
-    for task, program in card.programs.items():
-        kind = next((card.loops[node.loop].kind for node in program.nodes if node.loop is not None), None)
-        if kind is not None and (kind in (TEXT_LOOP, SCORE_LOOP) or task == Request.task):
+    for task in card.programs:
+        kind = denoise_spec(card, task).kind
+        if kind in (TEXT_LOOP, SCORE_LOOP) or task == Request.task:
             found[task] = kind
     if not found:
         raise UserError(
@@ -48,7 +48,8 @@ def gate_requests(instance: ModelInstance, count: int = 4) -> list[Request]:
 
 
 def _clips(instance: ModelInstance, task: str, count: int) -> list[Request]:
-    """They differ in prompt, seed, steps and guidance, where the loop has any."""
+    """They differ in prompt, seed, steps and guidance, where the loop has any, and in how the prompt is rewritten."""
+    refines = refine_nodes(instance.card, task)
     spec = denoise_spec(instance.card, task)
     ladder = spec.schedule.ladder
     return [
@@ -58,6 +59,8 @@ def _clips(instance: ModelInstance, task: str, count: int) -> list[Request]:
             seed=100 + i,
             steps=len(ladder) if ladder is not None else 3 + i,
             guidance=None if spec.kind == CHUNK_LOOP else (1.0, 3.0, 5.0, 1.0)[i % 4],
+            temperature=float(i % 2) if refines else None,
+            max_tokens=4 + 2 * i if refines else None,
         )
         for i in range(count)
     ]

@@ -6,6 +6,7 @@ Shares no code with our loops: only the folder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from cards.source import resolve_folder
 class GenerateLibrary:
     """``AutoModelForCausalLM`` with its tokenizer and ``generate``, in the card's dtype."""
 
-    def __init__(self, card: ModelCard, device: torch.device):
+    def __init__(self, card: ModelCard, device: torch.device, folder: Path | None = None):
+        """``folder``: of the model, where it is not the card's."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        folder = resolve_folder(card.source, card.root)
+        folder = resolve_folder(card.source, card.root) if folder is None else folder
         dtype = next(getattr(torch, c.dtype) for c in card.components.values() if c.kind == "causal_lm")
         self.device = device
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

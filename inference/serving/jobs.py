@@ -59,6 +59,8 @@ class Job:
     """A client gave it up; it may still be finishing a step."""
     error: JobError | None = None
     weights_versions: dict[str, int] | None = None
+    refined: str | None = None
+    """The prompt as the model rewrote it, where it did."""
     files: dict[str, Path] = field(default_factory=dict)
     """Variant -> file."""
 
@@ -97,9 +99,10 @@ class Job:
         """The engine has it."""
         self.handle = handle
 
-    def complete(self, files: dict[str, Path], weights_versions: dict[str, int]) -> None:
+    def complete(self, files: dict[str, Path], weights_versions: dict[str, int], refined: str | None = None) -> None:
         self.files = files
         self.weights_versions = weights_versions
+        self.refined = refined
         self._finish(Status.COMPLETED)
 
     def fail(self, error: JobError) -> None:
@@ -130,6 +133,7 @@ class Job:
             "remixed_from_video_id": None,
             "error": None if self.error is None else {"code": self.error.code, "message": self.error.message},
             "negative_prompt": self.order.resolved.negative_prompt,
+            "refined_prompt": self.refined,
             "seed": params.seed,
             "num_frames": params.frames,
             "fps": self.order.fps,

@@ -52,6 +52,9 @@ class VideoCreate(BaseModel):
     seed: Whole | None = Field(None, description="left out: a fresh random one, reported in the video object")
     solver: str | None = None
     shift: Number | None = Field(None, description="flow shift")
+    refine: bool | None = Field(None, description="false gives a model that rewrites prompts this one as it is")
+    temperature: Number | None = Field(None, description="of the rewriting; 0 takes the most likely words")
+    max_tokens: Whole | None = Field(None, description="length of the rewritten prompt, at most")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ def parse_order(fields: dict[str, Any], card: ModelCard, settings: Settings) -> 
         guidance_policy=body.guidance_policy,
         solver=body.solver,
         shift=body.shift,
+        refine=body.refine,
+        temperature=body.temperature,
+        max_tokens=body.max_tokens,
     )
     try:
         order = Order(resolve(request, card), fps)

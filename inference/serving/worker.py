@@ -195,7 +195,7 @@ class EngineWorker:
                 self.store.unlink(files)
                 self._fail(job, CANCELLED)
                 return
-            job.complete(files, artifact.provenance.weights_versions)
+            job.complete(files, artifact.provenance.weights_versions, artifact.refined)
         assert job.started_at is not None and job.completed_at is not None
         seconds = job.completed_at - job.started_at
         self._mean_seconds += 0.3 * (seconds - self._mean_seconds)

@@ -1,4 +1,4 @@
-"""Instructions in unseen words mean what their metadata says, keep the split, and share no telling word with captions."""
+"""Instructions in unseen words mean what their metadata says, keep the split, share no telling word with captions."""
 
 from __future__ import annotations
 
