@@ -19,6 +19,8 @@ from torch import Tensor
 
 from cards.errors import UserError
 from cards.wan21 import components as wan21
+from cards.wan21.padding import fold
+from cards.wan21_i2v.padding import install
 
 Tensors = Mapping[str, Tensor]
 TEXT_TOKENS = 512
@@ -71,17 +73,16 @@ def encode_condition(vae: Any, tensors: Tensors, static: Mapping[str, Any]) -> T
 def predict_velocity(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
     """Velocity (B, C, T, H, W) at ``latents``, ``timestep`` (B,) under ``text`` (B, L, D), ``condition`` and
     ``image_embeds``."""
-    if static["text_padding"] != "full":
-        raise UserError(
-            f"got text_padding {static['text_padding']!r}, expected 'full': attention tells text from image by its "
-            "length; use method.text_padding=full"
-        )
     dtype = getattr(torch, static["dtype"])
+    text_BLD = tensors["text"]
+    if static["text_padding"] == "folded":
+        install(transformer, text_BLD.shape[1], tensors["image_embeds"].shape[1])
+        text_BLD = fold(text_BLD)
     latents_BCTHW = torch.cat([tensors["latents"], tensors["condition"]], dim=1)
     return transformer(
         hidden_states=latents_BCTHW.to(dtype),
         timestep=tensors["timestep"],
-        encoder_hidden_states=tensors["text"].to(dtype),
+        encoder_hidden_states=text_BLD.to(dtype),
         encoder_hidden_states_image=tensors["image_embeds"].to(dtype),
         return_dict=False,
     )[0]
