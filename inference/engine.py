@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from inference.scheduling.transfer import Bandwidths
 from inference.stream import CancelScope
 from inference.text_kv import TextKV
 from inference.timing import Span
+from inference.workflow import Flowing, T, Workflow
 from loops.loop import ModelCall, WorkPlan
 
 __all__ = ["Cancelled", "Engine", "EngineFault", "Handle"]
@@ -235,31 +236,54 @@ class Engine:
         self._run_together(handles, self.batching)
         return [handle.result() for handle in handles]
 
+    def run_workflows(
+        self, workflows: Sequence[Workflow[T]], listener: StepListener | None = None, *, serial: bool = False
+    ) -> list[T]:
+        """Results of workflows, see ``inference.workflow``: all together, one step of each request a round, batched as
+        the engine is set; ``serial``: one after the other, as :meth:`run_serial`. Raises what the first of those that
+        failed did, when all are over."""
+        if serial:
+            flowing = [self._flow([workflow], listener, "off")[0] for workflow in workflows]
+        else:
+            flowing = self._flow(workflows, listener, self.batching)
+        return [flow.result() for flow in flowing]
+
+    def _flow(self, workflows: Sequence[Workflow[T]], listener: StepListener | None, batching: str) -> list[Flowing[T]]:
+        flowing = [Flowing(w, lambda ask: self._open(ask.request, ask.instance, listener)) for w in workflows]
+        self._run_pending(lambda: [handle for flow in flowing for handle in flow.handles()], batching)
+        return flowing
+
     def encode(self, prompts: Sequence[str], instance: ModelInstance) -> list[Tensor]:
         """Text features (1, L, D) of prompts, as a request's own encode step gives them, through the same cache."""
         with self.round_lock:
             return encode_prompts(self._rounds, prompts, instance, self.batching)
 
     def _run_together(self, handles: Sequence[Handle], batching: str) -> None:
-        """These requests alone, a step each a round, past the line and the budget.
+        """These requests alone, a step each a round, past the line and the budget."""
+        self._run_pending(lambda: [handle for handle in handles if not handle.done], batching)
+
+    def _run_pending(self, pending_now: Callable[[], list[Handle]], batching: str) -> None:
+        """The requests that ``pending_now`` gives, until it gives none: it is asked before every round.
 
         Steps whose results are kept go first, so that which steps meet in a forward, and with them the last bits of a
         batched run, do not depend on what the cache holds: a resumed training run repeats the uninterrupted one.
         """
-        for handle in handles:
-            handle._state = "running"
-            self._apart[handle] = None
+        begun: dict[Handle, None] = {}
         try:
-            while pending := [handle for handle in handles if not handle.done]:
+            while pending := pending_now():
+                for handle in pending:
+                    if handle not in begun:
+                        handle._state = "running"
+                        self._apart[handle] = begun[handle] = None
                 with self.round_lock:
                     ready = [handle for handle in pending if self._rounds.plan(handle)]
                     kept = [handle for handle in ready if _is_kept(handle)]
                     self._rounds.step(kept if kept else ready, batching)
         except BaseException as fault:
-            self._lose([handle for handle in handles if not handle.done], fault)
+            self._lose([handle for handle in begun if not handle.done], fault)
             raise
         finally:
-            for handle in handles:
+            for handle in begun:
                 self._apart.pop(handle, None)
 
     # -- the engine's thread
