@@ -26,3 +26,14 @@ def save_tiny_unified(wan_folder: Path, folder: Path, *, seed: int = 0, **config
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "llm")
     return folder
+
+
+def save_tiny_unified_export(wan_folder: Path, folder: Path, **config: Any) -> Path:
+    """The same with a card.json, as an export has it, so that a program takes it as ``ckpt``."""
+    from cards.card import CARD_FILE, Source
+    from cards.unified.card import card_from_folder
+
+    save_tiny_unified(wan_folder, folder, **config)
+    card = card_from_folder(folder).model_copy(update={"source": Source(kind="folder", location=".")})
+    (folder / CARD_FILE).write_text(card.to_json())
+    return folder
