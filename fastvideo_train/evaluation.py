@@ -102,7 +102,7 @@ def evaluate(
     artifacts = _generate(module, eval_requests(padded, settings, instance.card), instance, listener)[: len(mine)]
     clips = [artifact.frames_FHWC() for artifact in artifacts]
     verdicts: list[dict[str, Any]] = [{} for _ in mine]
-    columns: dict[str, np.ndarray] = {}
+    columns = module.method.observed(artifacts, [item.metadata for item in mine])
     if settings.reward is not None:
         scores = settings.reward.score(
             RewardBatch(clips, [item.prompt for item in mine], [item.metadata for item in mine])

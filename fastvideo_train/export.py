@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from cards.card import CARD_FILE, ModelCard, Recipe, Source
+from cards.card import CARD_FILE, Component, ModelCard, Recipe, Source
 from cards.errors import UserError
-from cards.source import BESIDE, load_component, resolve_folder, weight_files
+from cards.source import BESIDE, component_folder, load_component, resolve_folder, weight_files
 from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
 from inference.media import write_video
@@ -34,6 +34,9 @@ from methods.roles import trainable_component
 
 REFERENCE_PROMPT = "a red circle moves left"
 """Of the seeded request that checks an export."""
+PIPELINE = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae", "image_encoder")
+"""What a diffusers folder may hold; ``image_processor`` beside it."""
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
 LORA_TOLERANCE = 1e-4
 """Merging adds B A into W before the product: equal in exact arithmetic, not in float32."""
 
@@ -192,16 +195,16 @@ def export_model(
     for cid, weights in ({} if joined is None else joined).items():
         modules[cid] = load_component(card.components[cid], source)
         modules[cid].load_state_dict(weights, strict=True)
-    subfolders = {cid: component.subfolder for cid, component in card.components.items()}
-    shutil.copytree(source, aside, ignore=_leave(source, subfolders, modules))
+    placed = gathered_components(card)
+    _copy_parts(card, placed, source, aside, trained=modules)
     for cid, module in modules.items():
-        module.save_pretrained(aside / card.components[cid].subfolder)
+        module.save_pretrained(aside / placed[cid].subfolder)
     if lora is not None and state is not None:
         _save_lora(aside / "lora", state, role, lora)
     kept = [cid for cid, folder in beside.items() if (aside / folder).is_dir()]
-    digests = {cid: weights_digest(aside / card.components[cid].subfolder) for cid in (*modules, *kept)}
+    digests = {cid: weights_digest(aside / placed[cid].subfolder) for cid in (*modules, *kept)}
     child = derived_card(
-        card,
+        card.model_copy(update={"components": placed}),
         method=method,
         guidance=guidance,
         data=data,
@@ -237,17 +240,40 @@ def write_ladder_scheduler(folder: Path) -> None:
     index.write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def _leave(source: Path, subfolders: Mapping[str, str], trained: Iterable[str]) -> Any:
-    """``copytree`` filter: the parts of a diffusers folder and the card's components, in their ``subfolders``, without
-    the trained ones and papers of its own."""
-    pipeline = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
-    whole = pipeline | {"image_encoder", "image_processor", *subfolders.values()}
-    parts = whole - {subfolders[component] for component in trained}
+def gathered_components(card: ModelCard) -> dict[str, Component]:
+    """The card's components as its export has them: those with a source of their own lie beside the pipeline, one
+    folder a source, which is called as the first of them."""
+    folders: dict[tuple[Source, str], str] = {}
+    placed = {}
+    for cid, component in card.components.items():
+        if component.source is not None:
+            folder = folders.setdefault((component.source, component.subfolder), cid)
+            component = component.model_copy(update={"source": None, "subfolder": folder, "beside": True})
+        placed[cid] = component
+    return placed
+
+
+def _copy_parts(
+    card: ModelCard, placed: Mapping[str, Component], source: Path, aside: Path, *, trained: Iterable[str]
+) -> None:
+    """Copies the parts of a diffusers folder and the card's components, without papers of the folder's own. Of a
+    ``trained`` component nothing comes along, but for what others keep in its folder."""
+    weights = {placed[cid].subfolder for cid in trained}
+    others = {component.subfolder for cid, component in placed.items() if cid not in trained}
+    here = {placed[cid].subfolder for cid, component in card.components.items() if component.source is None}
+    parts = ({*PIPELINE, "image_processor"} | here) - (weights - others)
 
     def ignore(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if name not in parts] if Path(folder) == source else []
+        if Path(folder) == source:
+            return [name for name in names if name not in parts]
+        return [n for n in names if n.endswith(WEIGHTS)] if str(Path(folder).relative_to(source)) in weights else []
 
-    return ignore
+    shutil.copytree(source, aside, ignore=ignore)
+    for cid, component in card.components.items():
+        target = aside / placed[cid].subfolder
+        if component.source is not None and not target.exists():
+            bare = shutil.ignore_patterns(*(f"*{end}" for end in WEIGHTS)) if target.name in weights else None
+            shutil.copytree(component_folder(component, source), target, ignore=bare)
 
 
 def _save_lora(folder: Path, state: dict[str, Any], role: str, lora: Any) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
+from inference.artifact import Artifact
 from inference.engine import Engine
 from inference.parity.interleave import GateReport
 from methods.rewards.reward import Reward
@@ -217,6 +220,11 @@ class Method(ABC):
 
     def evaluation(self, ctx: Context, role: str) -> dict[str, float]:
         """Metrics of a role that the method measures itself, in every evaluation and on every rank alike."""
+        return {}
+
+    def observed(self, artifacts: Sequence[Artifact], metadata: Sequence[Any]) -> dict[str, NDArray[np.float64]]:
+        """What the method reads off the artifacts of prompts, one number each, NaN where there is nothing to read: the
+        same columns on every rank, in every evaluation beside the reward's."""
         return {}
 
     def rollout_guidance(self) -> float | None:
