@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import check_source
-from fastvideo_train.build import build_card, build_method, build_plan, build_target
+from fastvideo_train.build import build_card, build_method, build_plan, build_rollouts, build_target
 from fastvideo_train.memory_plan import Clip, MemoryPlan, plan_memory
+from fastvideo_train.rollout_record import RecordPlan
 from methods.method import Method
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
     card = attempt(lambda: build_card(cfg.card))
     method = attempt(lambda: build_method(cfg.method))
     plan = attempt(lambda: build_plan(cfg.parallel))
+    rollouts = attempt(lambda: build_rollouts(cfg.rollout))
     clip, encode_rows = None, 0
     if card is not None and method is not None:
         problems += method.problems(card, cfg.devices)
@@ -44,6 +46,8 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
         encode_rows = 0 if data is None else data.encode_batch_size
         if card.source.kind != "hub":
             attempt(lambda: check_source(card))
+    if method is not None and rollouts is not None:
+        problems += rollouts.problems(method)
     if card is not None and plan is not None:
         problems += plan.problems(card, cfg.devices)
     if problems or clip is None:
@@ -57,6 +61,7 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
         max_rows=cfg.max_rows,
         generates=_generates(cfg, card, method),
         encode_rows=encode_rows,
+        rollouts=rollouts,
     )
 
 
@@ -110,7 +115,22 @@ def _tables(plan: MemoryPlan) -> list[Table]:
     comes.add_section()
     comes.add_row("holds throughout", said(plan.held))
     comes.add_row("peak", said(plan.peak))
-    return [held, comes]
+    if plan.engine_process:
+        comes.add_row(f"and the engine process of rollout={plan.rollouts}", said(plan.engine_process))
+    return [held, comes, *([] if plan.record is None else [_record_table(plan.record)])]
+
+
+def _record_table(record: RecordPlan) -> Table:
+    table = _table(f"A sample of a rollout leaves ({record.samples} a step)", "field")
+    table.add_column("bytes", justify="right")
+    for name, size in record.fields.items():
+        table.add_row(name, said(size))
+    table.add_section()
+    table.add_row("a sample", said(record.bytes_per_sample))
+    for name, size in record.per_prompt.items():
+        table.add_row(f"{name}, once for the samples of a prompt", said(size))
+    table.add_row("a step", said(record.total))
+    return table
 
 
 def _table(title: str, first: str) -> Table:

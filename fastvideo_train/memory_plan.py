@@ -28,6 +28,8 @@ from cards.source import build_on_meta, resolve_folder
 from fastvideo_train.live_bytes import LiveBytes
 from fastvideo_train.module import PostTrainingModule
 from fastvideo_train.parallel.plan import Plan, blocks
+from fastvideo_train.rollout_record import RecordPlan, plan_record
+from fastvideo_train.rollouts import InProcessRollouts, RolloutSettings
 from inference.instance import ModelInstance
 from inference.resident import Resident
 from loops.loop import ModelCall, Profile
@@ -90,6 +92,12 @@ class MemoryPlan:
     """Most that the VAE holds while it encodes the data set; 0 without one."""
     optimizer_step: int
     """What the optimizer makes anew while it steps, where it steps all parameters at once, as on a GPU."""
+    rollouts: str = InProcessRollouts.name
+    engine_process: int = 0
+    """Weights that the engine process of a rank holds in memory of its own; 0 without one."""
+    record: RecordPlan | None = None
+    """What a sample of a rollout leaves with the method, in host memory or the device's; None where nothing is known
+    before a run."""
 
     @property
     def held(self) -> int:
@@ -103,7 +111,8 @@ class MemoryPlan:
         return self.held + max(gathers, self.encoding, self.optimizer_step)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "held": self.held, "peak": self.peak}
+        record = None if self.record is None else self.record.to_json()
+        return {**asdict(self), "record": record, "held": self.held, "peak": self.peak}
 
 
 def plan_memory(
@@ -116,6 +125,7 @@ def plan_memory(
     max_rows: int,
     generates: bool,
     encode_rows: int = 0,
+    rollouts: RolloutSettings | None = None,
 ) -> MemoryPlan:
     """The plan of a run from ``card``, the one that it starts from.
 
@@ -124,10 +134,12 @@ def plan_memory(
         max_rows: rows of the engine's largest forward.
         generates: whether the run rolls out or evaluates by generating; else one clip is generated at the end.
         encode_rows: clips that the VAE encodes at once; 0 encodes none.
+        rollouts: how rollouts are executed; None: in this process.
     """
     shards = devices if plan.name == SHARDED else 1
     micro_batch = _micro_batch(method, devices)
-    module = _module(card, method, plan)
+    settings = InProcessRollouts() if rollouts is None else rollouts
+    module = _module(card, method, plan, settings)
     rows = [*_role_rows(module, shards), *_frozen_rows(card, module.roles)]
     gathered = _gathered(module, shards)
     with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
@@ -150,6 +162,9 @@ def plan_memory(
         generation=_generation(card, clip, max_rows if generates else 1, pixels=generates),
         encoding=encoding,
         optimizer_step=max(row.gradients for row in rows),
+        rollouts=settings.name,
+        engine_process=settings.engines * _engine_bytes(card, module.roles),
+        record=plan_record(module.card, method, devices),
     )
 
 
@@ -161,13 +176,13 @@ def _micro_batch(method: Method, devices: int) -> int:
 # -- the run's parts without memory
 
 
-def _module(card: ModelCard, method: Method, plan: Plan) -> PostTrainingModule:
+def _module(card: ModelCard, method: Method, plan: Plan, rollouts: RolloutSettings) -> PostTrainingModule:
     """The module that trains, on the meta device; text is padded in full, which is the most that it can be."""
     card = card.model_copy(update={"precision": card.precision.model_copy(update={"text_padding": "full"})})
     others = {role: _instance(other) for role, other in method.role_cards(card).items()}
     base, trained = _instance(card), method.derive_card(card)
     with torch.device("meta"):
-        module = PostTrainingModule(trained, base, method, plan, reward=None, seed=0, others=others)
+        module = PostTrainingModule(trained, base, method, plan, reward=None, seed=0, others=others, rollouts=rollouts)
     if plan.activation_checkpointing:
         for part in module.roles.sharded_modules():
             if hasattr(part, "enable_gradient_checkpointing"):
@@ -218,6 +233,13 @@ def _frozen_rows(card: ModelCard, roles: Roles) -> Iterator[Row]:
         if component.kind in MODULE_KINDS and cid not in replaced:
             module = _built(card, component)
             yield Row(cid, weights=_bytes((*module.parameters(), *module.buffers()), 1))
+
+
+def _engine_bytes(card: ModelCard, roles: Roles) -> int:
+    """Of an engine process: the card once, whole, with the adapters of all roles."""
+    parts = [roles.module(STUDENT), *(roles[name] for name in roles.joined(STUDENT).values())]
+    own = _bytes((t for part in parts for t in (*part.parameters(), *part.buffers())), 1)
+    return own + sum(row.weights for row in _frozen_rows(card, roles))
 
 
 def _bytes(tensors: Iterable[Tensor], shards: int) -> int:
