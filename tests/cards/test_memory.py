@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cards.memory import ForwardSize
-from cards.qwen3.components import next_logits
-from cards.qwen3.memory import held_bytes, next_logits_bytes
+from cards.qwen3.components import next_logits, token_log_probs
+from cards.qwen3.memory import held_bytes, next_logits_bytes, token_log_probs_bytes
 from cards.reward.components import encode_text, score
 from cards.reward.memory import encode_bytes as clip_encode_bytes
 from cards.reward.memory import score_bytes
@@ -149,6 +149,17 @@ def test_the_language_model_on_pages(sizes: Any, new: int, pasts: list[int]) -> 
         live.peak,
         next_logits_bytes(lm.config.to_dict(), ForwardSize(len(pasts), text_tokens=new, past_tokens=max(pasts))),
     )
+
+
+@pytest.mark.parametrize("sizes", LMS)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 30), (1, 200), (3, 64)])
+@torch.no_grad()
+def test_the_log_probs_of_whole_texts(sizes: Any, rows: int, tokens: int) -> None:
+    lm = language_model(*sizes)
+    ids = torch.zeros(rows, tokens, dtype=torch.long)
+    with LiveBytes() as live:
+        token_log_probs(lm, {"ids": ids, "mask": torch.ones_like(ids)}, {"temperature": 1.0})
+    check(live.peak, token_log_probs_bytes(lm.config.to_dict(), ForwardSize(rows, text_tokens=tokens)))
 
 
 @pytest.mark.parametrize("sizes", LMS)
