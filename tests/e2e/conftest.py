@@ -127,6 +127,20 @@ FLOW_GRPO = (
 )
 FINETUNE = (
     "method=finetune",
+RFT = (
+    "method=rft",
+    "batch_size=2",
+    "method.samples=3",
+    "method.rollout_steps=4",
+    "method.draws=2",
+    "method.eta=0.5",
+    "method.ema=0.9",
+    "reward=callable",
+    "reward.function=rewards_for_tests.redness",
+    "reward.learned=true",
+    "eval.count=2",
+    "eval.steps=2",
+)
     "batch_size=4",
     "data.clips=24",
     "eval.prompts=none",
@@ -159,3 +173,4 @@ def method_overrides(wan_folder: Path) -> dict[str, tuple[str, ...]]:
         "dmd2-gan": DMD2_GAN,
         "self_forcing": (*SELF_FORCING, teacher),
     }
+        "rft": RFT,
