@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_unified import save_tiny_unified
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -125,8 +127,6 @@ FLOW_GRPO = (
     "method.kl=1e-3",
     *NFT[-4:],
 )
-FINETUNE = (
-    "method=finetune",
 RFT = (
     "method=rft",
     "batch_size=2",
@@ -141,6 +141,8 @@ RFT = (
     "eval.count=2",
     "eval.steps=2",
 )
+FINETUNE = (
+    "method=finetune",
     "batch_size=4",
     "data.clips=24",
     "eval.prompts=none",
@@ -158,19 +160,39 @@ DMD2 = (
     "eval.steps=2",
 )
 DMD2_GAN = (*DMD2, "method.gan={weight_g: 3e-3, weight_d: 1e-2}", "data.clips=24")
+UNIRL = (
+    "method=unirl",
+    "card=unified",
+    "batch_size=2",
+    "method.samples=3",
+    "method.num_skip_refinement=1",
+    "method.max_tokens=8",
+    "method.format=ended",
+    "method.rollout_steps=4",
+    "method.num_sde=2",
+    "method.clip_range=0.1",
+    "method.kl=1e-3",
+    "method.ema=0.9",
+    "method.lr=1e-3",
+    "method.lm_lr=1e-3",
+    *NFT[-4:],
+)
 SELF_FORCING = (*DMD2[1:], "method=self_forcing", "card=wan_causal")
 
 
 @pytest.fixture(scope="session")
-def method_overrides(wan_folder: Path) -> dict[str, tuple[str, ...]]:
+def method_overrides(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
     """Small runs of the methods from ``wan_folder``."""
+    refiner = tmp_path_factory.mktemp("refiner") / "unified"
+    save_tiny_unified(wan_folder, refiner, initializer_range=0.1, tie_word_embeddings=True)
     teacher = f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}"
     return {
         "diffusion_nft": NFT,
         "flow_grpo": FLOW_GRPO,
+        "rft": RFT,
         "finetune": FINETUNE,
         "dmd2": DMD2,
         "dmd2-gan": DMD2_GAN,
         "self_forcing": (*SELF_FORCING, teacher),
+        "unirl": (*UNIRL, f"card.refiner={refiner}"),
     }
-        "rft": RFT,

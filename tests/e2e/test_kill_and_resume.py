@@ -13,7 +13,9 @@ STEPS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["finetune", "diffusion_nft", "flow_grpo", "dmd2", "dmd2-gan", "self_forcing"])
+@pytest.mark.parametrize(
+    "method", ["finetune", "diffusion_nft", "flow_grpo", "rft", "dmd2", "dmd2-gan", "self_forcing", "unirl"]
+)
 def test_resume_equals_the_uninterrupted_run(
     method: str,
     runs: Any,
@@ -32,9 +34,11 @@ def test_resume_equals_the_uninterrupted_run(
     whole, resumed = runs.state(f"{method}-whole"), runs.state(f"{method}-killed")
     assert all(optimizer["state"] for optimizer in whole["optimizers"].values()), "the comparison would be empty"
     assert {"student", "ema"} <= set(whole["roles"])
-    assert method != "diffusion_nft" or "old" in whole["roles"]
+    assert method not in ("diffusion_nft", "rft") or "old" in whole["roles"]
+    assert method != "rft" or whole["data"]["hacking"]["steps"] == list(range(1, STEPS + 1))
     critic = "critic" in whole["roles"] and "teacher" not in whole["roles"]
-    assert critic or method in ("finetune", "diffusion_nft", "flow_grpo")
+    assert critic or method in ("finetune", "diffusion_nft", "flow_grpo", "rft", "unirl")
+    assert method != "unirl" or {"llm", "llm_of_ema", "llm_of_reference"} <= set(whole["roles"])
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
     assert [row["step"] for row in runs.metrics(f"{method}-killed")] == [str(i + 1) for i in range(STEPS)]

@@ -26,7 +26,15 @@ def _latents(export: Path) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "steps"),
-    [("finetune", 6), ("diffusion_nft", 2), ("dmd2", 4), ("dmd2-gan", 3), ("self_forcing", 3), ("flow_grpo", 2)],
+    [
+        ("finetune", 6),
+        ("diffusion_nft", 2),
+        ("dmd2", 4),
+        ("dmd2-gan", 3),
+        ("self_forcing", 3),
+        ("flow_grpo", 2),
+        ("unirl", 2),
+    ],
 )
 def test_ddp_and_fsdp2_equal_one_process(
     method: str, steps: int, runs: Any, wan_folder: Path, method_overrides: dict[str, tuple[str, ...]]
