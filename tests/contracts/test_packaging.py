@@ -57,6 +57,7 @@ def test_the_wheel_carries_the_bundled_weights(wheel: Path) -> None:
     for component in ("transformer", "vae", "text_encoder"):
         folder = f"cards/wan21/weights/tiny/{component}/"
         assert any(name.startswith(folder) and name.endswith(".safetensors") for name in names), (folder, names)
+    assert "cards/reward/weights/tiny/model.safetensors" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_an_installed_wheel_finds_its_own_conf_and_not_a_strangers(wheel: Path, tmp_path: Path) -> None:

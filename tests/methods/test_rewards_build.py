@@ -68,6 +68,12 @@ def test_builds_by_hydra_and_by_us(name):
         build_reward({**config, "colour_of_paint": 1})
 
 
+def test_the_bundled_clip_needs_nothing_from_outside():
+    reward = build_reward(_config("tiny_clip"))
+    reward.check()
+    assert reward.learned and reward.name == "tiny_clip"
+
+
 def test_values_reach_the_object():
     reward = build_reward(
         _config("shape_eval_clip", "reward.rewards.clip_score.frames=null", "reward.weights.clip_score=0.25")
