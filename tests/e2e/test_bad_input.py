@@ -55,6 +55,9 @@ CASES = {
     "value": (["method.timesteps=11"], ["timesteps", "11", "rollout_steps"]),
     "rungs": (["method=dmd2", "method.rungs=[250,1000]"], ["ladder", "descending"]),
     "teacher": (["method=dmd2", "method.teacher={name: nothing, size: tiny}"], ["nothing", "wan21"]),
+    "reward card": (["reward=tiny_clip", "reward.card.size=nothing"], ["nothing", "tiny"]),
+    "judge": (["reward=vlm_judge", "reward.base_url=localhost", "reward.model=m"], ["base_url", "http(s)://"]),
+    "rft": (["method=rft", "method.best=8", "method.keep=best"], ["best", "8", "samples - 1"]),
     "several": (["method.mix=0", "method.decay=7", "eval.prompts=x"], ["mix", "decay", "eval.prompts"]),
 }
 
