@@ -22,6 +22,7 @@ from pydantic import Field
 
 from cards.card import CARD_FILE, Component, ModelCard, Recipe, Source
 from cards.errors import UserError
+from cards.needs import MODULE_KINDS
 from cards.source import BESIDE, component_folder, load_component, resolve_folder, weight_files
 from fastvideo_train.cli import Options, parse_options, run_program, usage
 from inference.engine import Engine
@@ -241,13 +242,16 @@ def write_ladder_scheduler(folder: Path) -> None:
 
 
 def gathered_components(card: ModelCard) -> dict[str, Component]:
-    """The card's components as its export has them: those with a source of their own lie beside the pipeline, one
-    folder a source, which is called as the first of them."""
+    """The card's components as its export has them: those with a source of their own lie beside the pipeline, each
+    module in a folder that is called as it is, with what follows it of its source, such as its tokenizer."""
     folders: dict[tuple[Source, str], str] = {}
     placed = {}
     for cid, component in card.components.items():
         if component.source is not None:
-            folder = folders.setdefault((component.source, component.subfolder), cid)
+            place = (component.source, component.subfolder)
+            if component.kind in MODULE_KINDS:
+                folders[place] = cid
+            folder = folders.setdefault(place, cid)
             component = component.model_copy(update={"source": None, "subfolder": folder, "beside": True})
         placed[cid] = component
     return placed
@@ -309,6 +313,7 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
         f"Made by `{card.recipe.method}` from the card `{card.recipe.parents[0][:12]}`. Digest `{card.digest}`.",
         "",
         *_usage_lines(name, folder, card),
+        *_refiner_lines(name, card),
         "",
     ]
     if card.recipe.metrics:
@@ -322,6 +327,20 @@ def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.nda
             write_video(folder / name, np.repeat(np.repeat(frames, 4, axis=1), 4, axis=2), card.sampling.fps)
             lines.append(f"| {prompt} | ![]({name}) |")
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _refiner_lines(name: str, card: ModelCard) -> list[str]:
+    """What plain diffusers leaves out of a card that rewrites prompts."""
+    nodes = [n for n in card.programs[plain_task(card)].nodes if n.writes == "prompt" and n.loop is not None]
+    folders = [card.components[card.loops[n.loop].components["lm"]].subfolder for n in nodes if n.loop is not None]
+    if not folders:
+        return []
+    said = ", ".join(f"`{folder}/`" for folder in folders)
+    return [
+        "",
+        f"That samples from a prompt as it is. The card has it rewritten first, by the language model in {said}:",
+        f'`python -m fastvideo_train.generate ckpt={name} prompt="a crimson ball drifting west"`.',
+    ]
 
 
 def _usage_lines(name: str, folder: Path, card: ModelCard) -> list[str]:

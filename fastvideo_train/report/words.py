@@ -22,6 +22,8 @@ TITLES = {
     "two_objects": "Two objects",
     "position": "Position",
     "count": "Count",
+    "refine/meaning": "Rewrites that keep the meaning",
+    "refine/format": "Rewrites that are well formed",
 }
 
 

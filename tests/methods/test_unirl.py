@@ -398,6 +398,7 @@ def test_an_export_holds_both_models_and_serves_the_trainers_latents(unified: An
         from transformers import AutoTokenizer, Qwen3ForCausalLM
 
         WanPipeline.from_pretrained(out)
+        assert "rewritten first, by the language model in `llm/`" in (out / "README.md").read_text()
         assert AutoTokenizer.from_pretrained(out / LLM).chat_template is not None
         plain = Qwen3ForCausalLM.from_pretrained(out / LLM)
         ours = module.roles[LLM].state_dict()
