@@ -111,6 +111,7 @@ def artifact_difference(ours: Artifact, theirs: Artifact) -> float:
         (
             tensor_difference(ours.latents, theirs.latents),
             _optional_difference(ours.video, theirs.video),
+            completion_difference(ours.completion, theirs.completion),
             *_by_node(ours, theirs),
             score_difference(ours.score, theirs.score),
             behaviour_difference(ours.behaviour, theirs.behaviour),
