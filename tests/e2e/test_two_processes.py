@@ -33,6 +33,7 @@ def _latents(export: Path) -> torch.Tensor:
         ("dmd2-gan", 3),
         ("self_forcing", 3),
         ("flow_grpo", 2),
+        ("rft", 3),
         ("unirl", 2),
     ],
 )
