@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference.artifact import Artifact
+    from inference.engine import Engine
+    from inference.instance import ModelInstance
+    from inference.request import Request
     from inference.running import StepListener
 
 LATENTS_SUFFIX = ".safetensors"
@@ -43,6 +46,7 @@ class GenerateOptions(Options):
     steps: Int64 | None = Field(None, description="solver steps")
     guidance: float | None = Field(None, description="classifier-free guidance, 1 = conditional only")
     image: str | None = Field(None, description="picture to start from, for a card that takes one")
+    then: str | None = Field(None, description="card, as for ckpt, that makes the video of a picture that ckpt makes")
     frames: Int64 | None = Field(None, description="length in frames")
     height: Int64 | None = Field(None, description="in pixels")
     width: Int64 | None = Field(None, description="in pixels")
@@ -76,15 +80,19 @@ def _generate(argv: Sequence[str]) -> int:
     out = check_out(options.out)
 
     from inference.engine import Engine  # loads torch: after the checks that need none
+    from inference.image_video import film_requests
     from inference.load import card_of
     from inference.plain_request import plain_task
     from inference.request import Request
     from inference.resolve import resolve
 
+    if options.then is not None and options.image is not None:
+        raise UserError(f"image: got {options.image!r} beside then, whose picture ckpt makes; leave one of them out")
     card = card_of(options.ckpt)
+    videos = card if options.then is None else card_of(options.then)
     request = Request(
         prompt=options.prompt,
-        task=plain_task(card),
+        task=plain_task(videos),
         inputs=None if options.image is None else {"image": read_picture(options.image)},
         negative_prompt=options.negative_prompt,
         seed=options.seed,
@@ -101,25 +109,41 @@ def _generate(argv: Sequence[str]) -> int:
         max_tokens=options.max_tokens,
         output="latents" if out.suffix.lower() == LATENTS_SUFFIX else "video",
     )
-    request = resolve(request, card).request
+    chained = options.then is not None
+    requests = film_requests(request, card, videos) if chained else (resolve(request, card).request,)
     engine = Engine(pick_device(options.device))
     started = time.monotonic()
-    engine.load(card)
+    instances = [engine.load(each) for each in ((card, videos) if chained else (card,))]
     loaded = time.monotonic()
     with _progress() as listener:
-        handle = engine.submit(request, listener=listener)
-        while engine.tick():
-            pass
-    artifact = handle.result()
+        artifact = _made(engine, requests, instances, listener)
     done = time.monotonic()
     what = _write(out, artifact, fps=artifact.fps if options.fps is None else options.fps, scale=options.scale)
     if artifact.refined is not None:
         print(f"refined prompt: {artifact.refined}")
     print(
         f"wrote {out}: {what}, seed {artifact.provenance.params.seed}, "
-        f"{done - loaded:.1f} s ({loaded - started:.1f} s to load {card.name})"
+        f"{done - loaded:.1f} s ({loaded - started:.1f} s to load "
+        f"{' and '.join(instance.card.name for instance in instances)})"
     )
     return EXIT_OK
+
+
+def _made(
+    engine: Engine, requests: Sequence[Request], instances: Sequence[ModelInstance], listener: StepListener
+) -> Artifact:
+    """The clip: of one request, or of a picture and the clip that starts from it."""
+    from inference.image_video import t2i_i2v
+    from inference.workflow import Ask
+
+    if len(requests) == 2:
+        picture, clip = (Ask(request, instance) for request, instance in zip(requests, instances, strict=True))
+        (film,) = engine.run_workflows([t2i_i2v(picture, clip)], listener)
+        return film.clip
+    handle = engine.submit(requests[0], listener=listener)
+    while engine.tick():
+        pass
+    return handle.result()
 
 
 def check_out(out: str) -> Path:

@@ -169,6 +169,7 @@ class Run:
         kind = cfg.prompts
         if kind == "auto":
             kind = "shapeworld" if parts.card.recipe.data == "ShapeWorld" else "source"
+            kind = "none" if parts.method.judges_itself else kind
         reward = parts.reward
         learned: Reward | None = None
         items: tuple[EvalItem, ...] = ()

@@ -19,9 +19,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor
-
 from inference.artifact import Artifact
 from inference.handle import Handle
 from inference.instance import ModelInstance
@@ -103,8 +100,3 @@ def chain(*steps: Callable[[list[Artifact]], Ask]) -> Workflow[list[Artifact]]:
     for step in steps:
         made += yield [step(made)]
     return made
-
-
-def first_frame(artifact: Artifact) -> Tensor:
-    """uint8 RGB (H, W, 3) of a clip's first frame, as a card that starts from a picture takes it."""
-    return torch.from_numpy(artifact.frames_FHWC()[0].copy())

@@ -109,6 +109,8 @@ class Method(ABC):
     """True when the batches are encoded videos, False when they are prompts."""
     rolls_out = False
     """True when it has its samples rolled out by ``ctx.rollouts``."""
+    judges_itself = False
+    """True when what counts is what its ``evaluation`` measures: ``eval.prompts=auto`` asks for no clips then."""
 
     def __init__(
         self,

@@ -273,8 +273,9 @@ class Roles(nn.ModuleDict):
                 yield
 
     def stored(self) -> dict[str, nn.Module]:
-        """Modules that a checkpoint holds: all but what its source still has, a teacher and a student that stays."""
-        left = {TEACHER} if STUDENT in self.trained_names else {TEACHER, STUDENT}
+        """Modules that a checkpoint holds: all but what its source still has, such as a teacher, and what stays of the
+        student and of roles that are cards of their own."""
+        left = {TEACHER, *(name for name in (STUDENT, *self._others) if name not in self.trained_names)}
         return {name: module for name, module in self.items() if name not in left}
 
     def sharded_modules(self) -> Iterator[nn.Module]:

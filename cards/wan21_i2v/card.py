@@ -43,9 +43,9 @@ def build_card(size: str, *, source: str | None = None, revision: str | None = N
             f"card {FAMILY} has no bundled weights: give card.source=<folder of a {PIPELINE} or hub id>, or "
             f"card.size={', '.join(HUB)} for the published ones"
         )
-    parsed = Source(kind="hub", location=HUB[size], revision=revision)
-    if source is not None:
-        parsed = parse_source(source, revision)
+    if source is None:
+        return _published(size, Source(kind="hub", location=HUB[size], revision=revision))
+    parsed = parse_source(source, revision)
     if parsed.kind == "folder":
         return card_from_folder(Path(parsed.location))
     return _published(size, parsed)

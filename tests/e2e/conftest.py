@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_i2v import write_i2v_folder
 from tests.support.tiny_unified import save_tiny_unified
 
 REPO = Path(__file__).resolve().parents[2]
@@ -177,6 +178,22 @@ UNIRL = (
     "method.lm_lr=1e-3",
     *NFT[-4:],
 )
+WORKFLOW_RL = (
+    "method=workflow_rl",
+    "batch_size=2",
+    "method.samples=3",
+    "method.rollout_steps=3",
+    "method.second_steps=2",
+    "method.second_lr=1e-3",
+    "method.timesteps=2",
+    "method.updates=2",
+    "method.clip_range=0.1",
+    "method.ema=0.9",
+    "method.kl=1e-3",
+    "method.films=2",
+    "reward=callable",
+    "reward.function=rewards_for_tests.redness",
+)
 SELF_FORCING = (*DMD2[1:], "method=self_forcing", "card=wan_causal")
 
 
@@ -185,6 +202,7 @@ def method_overrides(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     """Small runs of the methods from ``wan_folder``."""
     refiner = tmp_path_factory.mktemp("refiner") / "unified"
     save_tiny_unified(wan_folder, refiner, initializer_range=0.1, tie_word_embeddings=True)
+    clips = write_i2v_folder(tmp_path_factory.mktemp("i2v"))
     teacher = f"method.teacher={{name: wan21, size: tiny, source: {wan_folder}}}"
     return {
         "diffusion_nft": NFT,
@@ -194,5 +212,6 @@ def method_overrides(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory)
         "dmd2": DMD2,
         "dmd2-gan": DMD2_GAN,
         "self_forcing": (*SELF_FORCING, teacher),
+        "workflow_rl": (*WORKFLOW_RL, f"method.second.source={clips}"),
         "unirl": (*UNIRL, f"card.refiner={refiner}"),
     }

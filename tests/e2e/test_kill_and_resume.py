@@ -14,7 +14,8 @@ STEPS = 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["finetune", "diffusion_nft", "flow_grpo", "rft", "dmd2", "dmd2-gan", "self_forcing", "unirl"]
+    "method",
+    ["finetune", "diffusion_nft", "flow_grpo", "rft", "dmd2", "dmd2-gan", "self_forcing", "unirl", "workflow_rl"],
 )
 def test_resume_equals_the_uninterrupted_run(
     method: str,
@@ -37,7 +38,8 @@ def test_resume_equals_the_uninterrupted_run(
     assert method not in ("diffusion_nft", "rft") or "old" in whole["roles"]
     assert method != "rft" or whole["data"]["hacking"]["steps"] == list(range(1, STEPS + 1))
     critic = "critic" in whole["roles"] and "teacher" not in whole["roles"]
-    assert critic or method in ("finetune", "diffusion_nft", "flow_grpo", "rft", "unirl")
+    assert critic or method in ("finetune", "diffusion_nft", "flow_grpo", "rft", "unirl", "workflow_rl")
+    assert method != "workflow_rl" or "second" in whole["roles"]
     assert method != "unirl" or {"llm", "llm_of_ema", "llm_of_reference"} <= set(whole["roles"])
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")

@@ -14,11 +14,12 @@ from cards.errors import UserError
 from inference.artifact import Artifact
 from inference.engine import Engine
 from inference.extend.observer import Forward, Observer
+from inference.image_video import first_frame
 from inference.instance import ModelInstance
 from inference.parity.interleave import artifact_difference
 from inference.plain_request import plain_task
 from inference.request import Request
-from inference.workflow import Ask, Workflow, chain, first_frame
+from inference.workflow import Ask, Workflow, chain
 from tests.support.tiny_i2v import write_i2v_folder
 
 PROMPTS = ("a red circle", "the blue square moves left", "a green triangle", "the red square")
