@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 THREADS ?= 1
+WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -21,6 +22,7 @@ help: ## Show this list
 	@echo "  PYTHON=python3.12          the interpreter that make venv starts from"
 	@echo "  PYTEST_ARGS='-k nft -x'    more arguments for pytest in make test"
 	@echo "  THREADS=1                  torch threads of each process in make test"
+	@echo "  WORKERS=2                  test files that make test runs at a time; 0 runs all in one process"
 
 venv: $(STAMP) ## Create .venv and install the pinned packages; at once when nothing has changed
 
@@ -37,7 +39,7 @@ demo: venv ## Train the bundled Wan2.1 with DiffusionNFT, export it and generate
 	@$(PY) scripts/demo_summary.py $(RUN)
 
 test: lint ## Run the linters, then the whole test suite
-	OMP_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 WANDB_MODE=offline $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 WANDB_MODE=offline $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: venv ## Run ruff, mypy and import-linter
 	$(PY) -m ruff check .
