@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cards.errors import UserError, unknown_name
+from fastvideo_train.host_memory import keep_freed_memory
 from inference.engine import Engine
 from inference.remote.process import EngineProcess
 from methods.method import Method
@@ -71,8 +72,10 @@ class ProcessRollouts(RolloutSettings):
         return SeparateProcess(self._process(engine, max_rows), roles, restarts=self.restarts)
 
     def _process(self, engine: Engine, max_rows: int) -> EngineProcess:
+        device = engine.device if self.device is None else torch.device(self.device)
         return EngineProcess(
-            engine.device if self.device is None else self.device,
+            device,
+            setup=keep_freed_memory if device.type == "cpu" else None,
             threads=self.threads,
             batching=engine.batching,
             max_rows=max_rows,

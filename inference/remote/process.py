@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -68,6 +68,7 @@ class EngineProcess:
         device: where its components are.
         threads: of torch inside an operation; None takes the owner's.
         chunk: bytes of a piece of a tensor on its way.
+        setup: a function of a module that the process calls first.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class EngineProcess:
         batching: str = "shape",
         max_rows: int = 32,
         chunk: int = CHUNK,
+        setup: Callable[[], object] | None = None,
     ):
         self.device = str(device)
         self.threads = threads
         self.batching = batching
         self.max_rows = max_rows
         self.chunk = chunk
+        self.setup = setup
         self.sent_bytes = 0
         """Of requests and models, without weights."""
         self.received_bytes = 0
@@ -122,7 +125,7 @@ class EngineProcess:
         )
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, settings), name="engine", daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, settings, self.setup), name="engine", daemon=True)
         self._process.start()
         theirs.close()
         self._connection = ours

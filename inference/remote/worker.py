@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from inference.remote.weight_stream import receive_weights
 from inference.weight_sync import WeightSyncController
 
 
-def serve(connection: Connection, settings: WorkerSettings) -> None:
-    """Entry of the process."""
+def serve(connection: Connection, settings: WorkerSettings, setup: Callable[[], object] | None = None) -> None:
+    """Entry of the process; ``setup`` comes before all else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_owner, daemon=True).start()
+    if setup is not None:
+        setup()
     torch.set_num_threads(settings.threads)
     torch.set_float32_matmul_precision(settings.matmul_precision)
     worker = Worker(connection, settings)

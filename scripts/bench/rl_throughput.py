@@ -27,6 +27,7 @@ from _tools import options, report
 from cards.registry import family
 from fastvideo_train.build import card_for, in_numerics_of
 from fastvideo_train.data.shapeworld_prompts import ShapeWorldPrompts
+from fastvideo_train.host_memory import keep_freed_memory
 from fastvideo_train.rollout_record import plan_record
 from fastvideo_train.rollouts import AsyncRollouts, InProcessRollouts, ProcessRollouts, RolloutSettings
 from inference.engine import Engine
@@ -132,6 +133,7 @@ class Side:
 
 
 def main(arguments: list[str]) -> int:
+    keep_freed_memory()  # as a run on a CPU does
     cores = os.cpu_count()
     chosen = options(
         arguments, {"rounds": 3, "iterations": 4, "prompts": 4, "samples": 4, "cores": 1 if cores is None else cores}

@@ -3,6 +3,7 @@ loop that remembers the weights of every step. On a tiny random Wan."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cards.errors import UserError
+from cards.unified.card import card_from_folder
 from fastvideo_train import checkpoint as ckpt
 from fastvideo_train.data.prompts import Prompt
 from fastvideo_train.rollouts import AsyncRollouts, InProcessRollouts, ProcessRollouts
@@ -26,7 +28,9 @@ from methods.rewards.callable_reward import CallableReward
 from methods.roles import OLD, STUDENT
 from methods.rollout import RolloutPlan, RolloutRunner, Sampled, rollout_requests, rollout_seeds
 from methods.rollout_process import BEHAVIOUR, Asynchronous, RolloutsLost, SeparateProcess
+from methods.unirl import UniRL
 from methods.world import World
+from tests.support.tiny_unified import save_tiny_unified
 
 STEPS = 4
 PROMPTS = ("a red circle", "the blue square moves left", "a green triangle", "a red triangle moves right")
@@ -85,6 +89,35 @@ class Pull(Method):
         yield Update(loss, step=True, metrics={"train/loss": loss.item(), "train/x0": x0.abs().sum().item()})
 
 
+def unirl(**options: Any) -> UniRL:
+    """Two models that move, or the language model alone."""
+    settings: dict[str, Any] = {
+        "lr": 3e-3,
+        "lm_lr": 3e-3,
+        "steps": STEPS,
+        "batch_size": 2,
+        "samples": 3,
+        "num_skip_refinement": 1,
+        "max_tokens": 5,
+        "format": "ended",
+        "rollout_steps": 2,
+        "num_sde": 1,
+    }
+    return UniRL(**(settings | options))
+
+
+@pytest.fixture(scope="module")
+def unified(training: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Training parts of a card with a prompt refiner."""
+    made = copy.copy(training)
+    made.folder = save_tiny_unified(
+        training.folder, tmp_path_factory.mktemp("unified") / "card", initializer_range=0.1, tie_word_embeddings=True
+    )
+    card = card_from_folder(made.folder)
+    made.card = card.model_copy(update={"sampling": card.sampling.model_copy(update={"max_sequence_length": 12})})
+    return made
+
+
 class Kept(EngineProcess):
     """One process for all tests: closing it only makes it forget its models."""
 
@@ -133,8 +166,9 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
 
 
-def without_staleness(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if name != "train/staleness"} for row in rows]
+def without_staleness(rows: list[dict[str, float]]) -> list[dict[str, str]]:
+    """To the last digit, as words: NaN is NaN."""
+    return [{name: repr(value) for name, value in row.items() if name != "train/staleness"} for row in rows]
 
 
 # -- in step
@@ -146,7 +180,7 @@ def test_a_separate_process_changes_no_bit_of_a_run(training: Any, process: Kept
     expected = fit(training, plain)
     apart = make_module(training, nft(**options), ProcessRollouts(), process)
     rows = fit(training, apart)
-    assert without_staleness(rows) == expected
+    assert without_staleness(rows) == without_staleness(expected)
     assert [row["train/staleness"] for row in rows] == [0.0] * STEPS and "train/staleness" not in expected[0]
     assert_same(weights(apart), weights(plain))
     first = dict(training.module(nft(**options), reward=None).roles.state_dict())
@@ -154,6 +188,13 @@ def test_a_separate_process_changes_no_bit_of_a_run(training: Any, process: Kept
 
 
 # -- a step ahead
+
+
+def own(roles: Any, role: str) -> dict[str, Tensor]:
+    """A role's own weights of all its components, under names that all roles have."""
+    joined = {cid: roles[name] for cid, name in roles.joined(role).items()}
+    further = {f"{cid}.{key}": p for cid, part in joined.items() for key, p in part.named_parameters()}
+    return {**roles.parameters_of(role), **further}
 
 
 class Remembering(RolloutRunner):
@@ -166,9 +207,9 @@ class Remembering(RolloutRunner):
 
     def roll_out(self, requests: Sequence[Request], *, role: str, step: int) -> Sampled:
         roles = self.module.roles
-        self.past.append({key: p.detach().clone() for key, p in roles.parameters_of(role).items()})
+        self.past.append({key: p.detach().clone() for key, p in own(roles, role).items()})
         version = max(0, step - 1)
-        for key, parameter in roles.parameters_of(BEHAVIOUR).items():
+        for key, parameter in own(roles, BEHAVIOUR).items():
             parameter.data.copy_(self.past[version][key])
         roles.changed(BEHAVIOUR)
         artifacts = self.module.engine.run_interleaved(requests, roles.instance(BEHAVIOUR))
@@ -179,24 +220,27 @@ METHODS = {
     "nft": lambda: nft(),
     "nft-lora": lambda: nft(lora={"rank": 2}),
     "student": lambda: Pull(lr=1e-2, steps=STEPS, batch_size=2),
+    "unirl": lambda: unirl(),
+    "unirl-prompt-only": lambda: unirl(mode="prompt_only"),
 }
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_asynchronous_rollouts_are_those_of_the_weights_of_the_step_before(
-    training: Any, process: Kept, name: str
+    training: Any, unified: Any, process: Kept, name: str
 ) -> None:
+    training = unified if name.startswith("unirl") else training
     plain = make_module(training, METHODS[name](), AsyncRollouts())
     plain.rollouts = Remembering(plain)
     expected = fit(training, plain)
     ahead = make_module(training, METHODS[name](), AsyncRollouts(), process)
     rows = fit(training, ahead)
-    assert without_staleness(rows) == expected
+    assert without_staleness(rows) == without_staleness(expected)
     assert [row["train/staleness"] for row in rows] == [0.0] + [1.0] * (STEPS - 1)
     ours, theirs = weights(ahead), weights(plain)
-    own = {key for key in ours if BEHAVIOUR in key}  # it is of the next step already
-    assert own
-    assert_same({k: v for k, v in ours.items() if k not in own}, {k: v for k, v in theirs.items() if k not in own})
+    kept = {key for key in ours if BEHAVIOUR in key}  # it is of the next step already
+    assert kept
+    assert_same({k: v for k, v in ours.items() if k not in kept}, {k: v for k, v in theirs.items() if k not in kept})
 
     synchronous = make_module(training, METHODS[name](), InProcessRollouts())
     others = fit(training, synchronous)
