@@ -297,9 +297,20 @@ class Run:
         role = self.module.roles.instance(self.module.best_role)
         return request, self.module.engine.run(request, role).latents
 
+    def _trained_others(self) -> dict[str, tuple[Request, torch.Tensor]]:
+        """Role that is a trained card of its own -> a seeded request and the trainer's own latents for it."""
+        references = {}
+        for name, card in self.parts.others.items():
+            if name in self.module.optimizer_specs:
+                request = reference_request(card, self.cfg.seed, None)
+                latents = self.module.engine.run(request, self.module.roles.instance(name)).latents
+                references[name] = (request, latents)
+        return references
+
     def _export(self) -> None:
         module = self.module
         request, latents = self._reference()
+        others = self._trained_others()
         roles = ckpt.gather_roles(module)
         if self.trainer.global_rank != 0:
             return
@@ -329,7 +340,31 @@ class Run:
                 reference_request=request,
                 samples=self._readme_samples(),
             )
+            for name, (request, latents) in others.items():
+                self._export_other(name, roles[name], metrics, request, latents)
             bar.advance(1)
+
+    def _export_other(
+        self, name: str, state: dict[str, Any], metrics: dict[str, float], request: Request, latents: torch.Tensor
+    ) -> None:
+        """Writes ``export-<role>`` beside the run's export: a trained card of its own."""
+        card = self.parts.others[name]
+        changed = ckpt.weight_change(card, state, name, None)
+        self.weight_change |= {f"{name}/{component}": change for component, change in changed.items()}
+        export_model(
+            card=card,
+            out=self.run_dir / f"export-{name}",
+            state=state,
+            role=name,
+            lora=None,
+            method=self.parts.method.name,
+            guidance=None,
+            data=card.recipe.data,
+            metrics=metrics,
+            reference_latents=latents,
+            reference_request=request,
+            samples=[],
+        )
 
     def _readme_samples(self) -> list[tuple[str, Any]]:
         from fastvideo_train.logging.samples import load_samples

@@ -153,7 +153,13 @@ class WorkflowRL(Method):
     def _second_card(self, card: ModelCard) -> ModelCard:
         chosen = self.second
         second = family(chosen["name"]).card(str(chosen["size"]), chosen["source"], chosen["revision"])
-        second = second.model_copy(update={"precision": card.precision})
+        loops = {
+            name: loop.model_copy(
+                update={"guidance": loop.guidance.model_copy(update={"scale": float(self.second_guidance)})}
+            )
+            for name, loop in second.loops.items()
+        }
+        second = second.model_copy(update={"precision": card.precision, "loops": loops})
         second.validate()
         return second
 
@@ -234,7 +240,6 @@ class WorkflowRL(Method):
             seed=second_seed,
             steps=self.second_steps,
             solver="euler",
-            guidance=self.second_guidance,
             sde=replace(self.sde, window=None) if self.trains_second else None,
             profile=Profile.ROLLOUT,
         )
@@ -318,7 +323,7 @@ class WorkflowRL(Method):
         items, chains = EVAL_SET[: self.films], []
         for item in items:
             picture = Request(prompt=item.prompt, task=plain_task(first.card), seed=item.seed, guidance=self.guidance)
-            clip = replace(picture, task=plain_task(second.card), guidance=self.second_guidance)
+            clip = replace(picture, task=plain_task(second.card), guidance=None)
             chains.append(t2i_i2v(Ask(picture, first), Ask(clip, second)))
         films = ctx.engine.run_workflows(chains)
         clips = [film.clip.frames_FHWC() for film in films]

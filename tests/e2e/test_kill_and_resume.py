@@ -39,7 +39,8 @@ def test_resume_equals_the_uninterrupted_run(
     assert method != "rft" or whole["data"]["hacking"]["steps"] == list(range(1, STEPS + 1))
     critic = "critic" in whole["roles"] and "teacher" not in whole["roles"]
     assert critic or method in ("finetune", "diffusion_nft", "flow_grpo", "rft", "unirl", "workflow_rl")
-    assert method != "workflow_rl" or "second" in whole["roles"]
+    exported = runs.outputs / f"{method}-whole" / "export-second" / "card.json"
+    assert exported.is_file() == ("second" in whole["roles"]) == (method == "workflow_rl")
     assert method != "unirl" or {"llm", "llm_of_ema", "llm_of_reference"} <= set(whole["roles"])
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
