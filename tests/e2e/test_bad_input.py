@@ -58,6 +58,7 @@ CASES = {
     "reward card": (["reward=tiny_clip", "reward.card.size=nothing"], ["nothing", "tiny"]),
     "judge": (["reward=vlm_judge", "reward.base_url=localhost", "reward.model=m"], ["base_url", "http(s)://"]),
     "rft": (["method=rft", "method.best=8", "method.keep=best"], ["best", "8", "samples - 1"]),
+    "second": (["method=workflow_rl", "method.second={name: wan21, source: null}"], ["no first frame", "wan21_i2v"]),
     "several": (["method.mix=0", "method.decay=7", "eval.prompts=x"], ["mix", "decay", "eval.prompts"]),
 }
 
