@@ -292,7 +292,9 @@ def test_the_card_of_a_run_makes_one_frame_of_the_clips_size(make: Any, training
     card = make().derive_card(training.card)
     s = card_of(clips).sampling
     assert (card.sampling.frames, card.sampling.height, card.sampling.width) == (1, s.height, s.width)
-    assert make().role_cards(training.card)[SECOND].precision == training.card.precision
+    second = make(second_guidance=2.5).role_cards(training.card)[SECOND]
+    assert second.precision == training.card.precision
+    assert [loop.guidance.scale for loop in second.loops.values()] == [2.5]
 
 
 def problems_of(method: WorkflowRL, card: ModelCard) -> str:
