@@ -80,6 +80,9 @@ def _of_memory(module: str, table: str) -> dict[Any, Callable[..., Any]]:
 
 
 FAMILIES: dict[str, Family] = {
+    "multi_expert": Family(
+        "multi_expert", (), ("tiny", "1.3b", "14b"), "cards.multi_expert", options=("experts", "refiners")
+    ),
     "qwen3": Family("qwen3", (), ("0.6b", "1.7b", "4b", "8b"), "cards.qwen3", ("Qwen3ForCausalLM",)),
     "reward": Family("reward", (), ("tiny", "clip-l14", "clip-b32"), "cards.reward", ("CLIPModel",)),
     "unified": Family("unified", (), ("tiny", "1.3b", "14b"), "cards.unified", options=("refiner",)),

@@ -105,6 +105,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         problems += plan.problems(base, cfg.devices)
     if method is not None and base is not None:
         problems += method.problems(base, cfg.devices)
+    if method is not None and reward is not None:
+        problems += method.reward_problems(reward)
     if method is not None and rollouts is not None:
         problems += rollouts.problems(method)
     if method is not None and card is not None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cards.card import LoopMismatchError, LoopSpec, ModelCard
 from cards.errors import UserError, unknown_name
 from inference.inputs import input_problems
@@ -57,9 +59,22 @@ def resolve(request: Request, card: ModelCard) -> ResolvedRequest:
 
 
 def _with_refiners(plain: ResolvedRequest, card: ModelCard) -> ResolvedRequest:
-    """The request of a clip with the params of the loops that rewrite its prompt."""
+    """The request of a clip with the params of the loops that rewrite its prompt. They draw apart: the first by the
+    request's seed, each other by one of its own that follows from it."""
     params, _ = text_params(plain.request, card)
-    return replace(plain, nodes=dict.fromkeys(refine_nodes(card, plain.request.task), params), refined=True)
+    nodes = refine_nodes(card, plain.request.task)
+    return replace(
+        plain,
+        nodes={node: replace(params, seed=_seed_of(params.seed, i)) for i, node in enumerate(nodes)},
+        refined=True,
+    )
+
+
+def _seed_of(seed: int, draw: int) -> int:
+    """Seed of the draws of a loop that is one of several in a request."""
+    if draw == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, draw]).generate_state(1, np.uint64)[0]) & MAX_SEED
 
 
 def _node_params(
@@ -83,7 +98,8 @@ def _node_params(
             problems += [f"{node}: {unknown_name('field', name, fields)}" for name in unknown]
             continue
         if refines:
-            params[node], found = text_params(replace(plain.request, **values), card)
+            own, found = text_params(replace(plain.request, **values), card)
+            params[node] = replace(own, seed=plain.nodes[node].seed)
             problems += [f"{node}: {problem}" for problem in found]
             continue
         try:

@@ -8,6 +8,7 @@ shares with the instance.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,6 +85,9 @@ class TextOptions(LoopOptions):
     behaviour: bool = False
     """A ROLLOUT keeps a ``TokenBehaviour``, whose log-probs are of one forward over the whole text as training runs it:
     what is recomputed equals them bit for bit where the rows of the batch are the same."""
+    keeps_end: bool = False
+    """A prompt that leaves no room for ``max_tokens`` loses its beginning, where else it is refused: for a text that
+    another model wrote and nobody can shorten."""
 
 
 class ARDecodeLoop(Loop):
@@ -100,7 +104,11 @@ class ARDecodeLoop(Loop):
         component, tokenizer = ctx.spec.components["lm"], ctx.spec.components.get("tokenizer")
         options = read_options(TextOptions, ctx.spec, instance.card)
         said = as_chat(ctx.slots["prompt"], options.system)
-        ids_1L = instance.tokenize(said, limits.context, tokenizer)["ids"]
+        if options.keeps_end:
+            room = max(1, limits.context - params.max_tokens)
+            ids_1L = instance.tokenize(said, sys.maxsize, tokenizer)["ids"][:, -room:]
+        else:
+            ids_1L = instance.tokenize(said, limits.context, tokenizer)["ids"]
         prompt = tuple(int(token) for token in ids_1L[0])
         if not prompt:
             raise UserError("the prompt has no tokens; expected at least one")

@@ -233,6 +233,10 @@ class Method(ABC):
         """Guidance scale that the trained weights are made for; None leaves the card's."""
         return None
 
+    def reward_problems(self, reward: Reward) -> list[str]:
+        """What makes the method unfit for the reward, before weights load."""
+        return []
+
     def problems(self, card: ModelCard, world_size: int) -> list[str]:
         """What makes the method unfit for the card that the run starts from and the plan, before weights load."""
         found = []

@@ -14,7 +14,7 @@ from hydra.utils import get_method
 
 from cards.errors import UserError, unknown_name
 from loops.ar_decode import Completion
-from methods.shapeworld.scene import canonical, parse
+from methods.shapeworld.scene import Scene, canonical, parse
 
 
 class Format(ABC):
@@ -31,6 +31,10 @@ class Format(ABC):
     def keeps_meaning(self, text: str, metadata: Mapping[str, Any]) -> float:
         """1 where the text says what the prompt's metadata says, 0 where not, NaN where that cannot be told."""
         return float("nan")
+
+    def parts_kept(self, text: str, metadata: Mapping[str, Any]) -> dict[str, float]:
+        """The same by part of the meaning, for the parts that the prompt asks for; none where that cannot be told."""
+        return {}
 
 
 class Ended(Format):
@@ -54,6 +58,27 @@ class Caption(Format):
         if "meaning" not in metadata:
             return float("nan")
         return float(self.well_formed(text) and canonical(parse(text)) == canonical(parse(metadata["meaning"])))
+
+    def parts_kept(self, text: str, metadata: Mapping[str, Any]) -> dict[str, float]:
+        """By the names that ShapeEval has for them."""
+        if "meaning" not in metadata:
+            return {}
+        meant = parse(metadata["meaning"])
+        said = parse(text) if self.well_formed(text) else None
+        asked = {"colour", "shape"}
+        asked |= {"motion"} if meant.motion is not None else set()
+        asked |= {"position"} if meant.kind == "pair" else {"count"} if meant.kind == "count" else set()
+        return {part: float(said is not None and _part(part, said) == _part(part, meant)) for part in sorted(asked)}
+
+
+def _part(part: str, scene: Scene) -> Any:
+    """What a scene says of one part, the same for two ways of saying it; of a place, which colour is on which side."""
+    if part in ("colour", "shape"):
+        return sorted(getattr(thing, part) for thing in scene.things)
+    if part == "position":
+        _, things, _, relation, _ = canonical(scene)
+        return relation, [colour for colour, _ in things]
+    return getattr(scene, part)
 
 
 class Function(Format):

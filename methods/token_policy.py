@@ -141,12 +141,13 @@ def token_updates(
     world: World,
     optimizer: str,
     off_policy: bool = False,
+    log_as: str = "lm",
 ) -> Iterator[Update]:
     """One optimizer step of a language model: the mean of :func:`token_policy_loss` over the kept texts of all ranks;
     none at all when nothing is kept anywhere. Every rank has equally many texts.
 
-    Logged under ``lm/``; how far the rollout's own log-probs are from training's as ``parity/token_log_prob``, and the
-    largest |ratio - 1| between them as ``parity/token_ratio``.
+    Logged under ``log_as``, where several are trained each under its own; how far the rollout's own log-probs are from
+    training's as ``parity/token_log_prob``, and the largest |ratio - 1| between them as ``parity/token_ratio``.
 
     Args:
         keep_N: False leaves a text out: its reward failed.
@@ -179,9 +180,8 @@ def token_updates(
         away_BL = log_p_BL.detach() - rows.rolled_out_BL
         difference = max(difference, away_BL.abs().max().item())
         ratio = max(ratio, torch.expm1(away_BL).abs().max().item())
-        watched = {f"lm/{name}": value for name, value in parts.items()}
-        watched |= {"lm/log_prob": mean_over_drawn(log_p_BL, rows.drawn_BL), "lm/tokens": rows.drawn_BL.sum(1)}
-        watched |= {"lm/loss": loss_B, "train/loss": loss_B}
+        parts |= {"log_prob": mean_over_drawn(log_p_BL, rows.drawn_BL), "tokens": rows.drawn_BL.sum(1), "loss": loss_B}
+        watched = {f"{log_as}/{name}": value for name, value in parts.items()} | {"train/loss": loss_B}
         weight_B = weight_N[part].to(device)
         yield Update(
             loss=(weight_B * loss_B).sum(),
@@ -190,4 +190,6 @@ def token_updates(
             optimizer=optimizer,
         )
     difference, ratio = world.gather(np.array([[difference, ratio]])).max(0).tolist()
-    yield Update(loss=None, step=False, metrics={"parity/token_log_prob": difference, "parity/token_ratio": ratio})
+    of = "" if log_as == "lm" else f"_{log_as}"
+    metrics = {f"parity/token_log_prob{of}": difference, f"parity/token_ratio{of}": ratio}
+    yield Update(loss=None, step=False, metrics=metrics)

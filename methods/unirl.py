@@ -6,15 +6,15 @@ share one advantage, which trains the language model on the tokens of its rewrit
 generator on the noisy steps of all samples (``methods.sde_policy``). No gradient crosses between the two, and each has
 an optimizer of its own.
 
-Written for experts by name, so that a method of several refiners can build on it: :meth:`UniRL.credit` says what
-advantage each of them gets.
+Written for experts by name, so that ``methods.joint_rl``, with several refiners, builds on it: :meth:`UniRL.credits`
+says what advantage each of them gets.
 
 Legend: G prompts (groups) of all ranks, K = n samples a group, N samples of this rank, group-major.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -35,8 +35,8 @@ from loops.solvers import SOLVERS
 from methods.advantages import StdScope, drop_zero_groups, group_advantages
 from methods.method import Context, Method, OptimizerSpec, Update
 from methods.rewards.reward import mean_known
-from methods.rewards.scoring import score_groups
-from methods.rewrites import make_format
+from methods.rewards.scoring import GroupRewards, score_groups
+from methods.rewrites import Format, make_format
 from methods.roles import REFERENCE, STUDENT, Roles
 from methods.rollout import RolloutPlan, Sampled, rollout_seeds
 from methods.sde_policy import PathLoss, Paths, log_prob_gate, path_updates
@@ -86,6 +86,8 @@ class UniRL(Method):
     rolls_out = True
     refiners: tuple[str, ...] = ("llm",)
     """Components of the card that rewrite prompts, each by a node of its own; optimizers go by these names."""
+    remedy = "use card=unified"
+    """For a card that has others."""
 
     def __init__(
         self,
@@ -160,8 +162,21 @@ class UniRL(Method):
 
     def optimizers(self) -> dict[str, OptimizerSpec]:
         generator = super().optimizers() if self.trains_generator else {}
-        lm = OptimizerSpec(self.lm_lr, self.betas, self.weight_decay, self.lm_clip, steps=self.steps)
-        return {**generator, **dict.fromkeys(self.trained_refiners, lm)}
+        models = {
+            component: OptimizerSpec(
+                self.rate_of(component), self.betas, self.weight_decay, self.lm_clip, steps=self.steps
+            )
+            for component in self.trained_refiners
+        }
+        return {**generator, **models}
+
+    def rate_of(self, component: str) -> float:
+        """Learning rate of a refiner."""
+        return self.lm_lr
+
+    def format_of(self, component: str) -> Format:
+        """What a refiner's texts are asked to look like."""
+        return self.format
 
     def attach_heads(self, roles: Roles) -> None:
         for component in self.trained_refiners:
@@ -237,7 +252,7 @@ class UniRL(Method):
         if tuple(nodes.values()) != self.refiners:
             return [
                 f"card {card.name!r} has {', '.join(nodes.values()) or 'no language model'} to rewrite prompts, "
-                f"expected {', '.join(self.refiners)}; use card=unified"
+                f"expected {', '.join(self.refiners)}; {self.remedy}"
             ]
         if not all(card.loops[node].options.get("behaviour", False) for node in loops_of(card)):
             return [
@@ -317,20 +332,29 @@ class UniRL(Method):
                 metrics[f"reward/{name}"] = mean_known(columns)
         if m < self.samples:
             metrics |= {name: mean_known(table_GK) for name, table_GK in seen.items()}
-        credits = self.credit(self.total(task_GK, seen["refine/format"]), ctx)
+        credits = self.credits(scored, seen, ctx)
         metrics["train/groups_without_signal"] = float(
             np.mean(~drop_zero_groups(np.concatenate([c.advantages_GK for c in credits.values()])))
         )
         return credits, metrics
 
     def observed(self, artifacts: Sequence[Artifact], metadata: Sequence[Any]) -> dict[str, NDArray[np.float64]]:
-        """Format and meaning of the rewrites; NaN for a prompt in its own words."""
-        table = np.full((2, len(artifacts)), np.nan)
+        """Of the rewrites: their format, its mean where there are several, and the meaning of the last; NaN for a
+        prompt in its own words."""
+        formats, meanings = self.formats(artifacts), np.full(len(artifacts), np.nan)
         for i, artifact in enumerate(artifacts):
             if artifact.refined is not None:
-                rewrite = list(artifact.completions.values())[-1]
-                table[:, i] = self.format.reward(rewrite), self.format.keeps_meaning(rewrite.text, metadata[i])
-        return {"refine/format": table[0], "refine/meaning": table[1]}
+                meanings[i] = self.format.keeps_meaning(artifact.refined, metadata[i])
+        return {"refine/format": np.mean(list(formats.values()), axis=0), "refine/meaning": meanings}
+
+    def formats(self, artifacts: Sequence[Artifact]) -> dict[str, NDArray[np.float64]]:
+        """Refiner -> format reward of its texts, NaN for a prompt in its own words."""
+        table = np.full((len(self.refiners), len(artifacts)), np.nan)
+        for i, artifact in enumerate(artifacts):
+            if artifact.refined is not None:
+                texts = zip(self.refiners, artifact.completions.values(), strict=True)
+                table[:, i] = [self.format_of(component).reward(text) for component, text in texts]
+        return dict(zip(self.refiners, table, strict=True))
 
     def total(self, task_GK: NDArray[np.float64], format_GK: NDArray[np.float64]) -> NDArray[np.float64]:
         """R = task + weight * format; originals get the mean format of their group's rewrites."""
@@ -338,8 +362,14 @@ class UniRL(Method):
         mean_G1 = rewritten.mean(1, keepdims=True) if rewritten.size else np.zeros((len(format_GK), 1))
         return task_GK + self.format_weight * np.where(np.isnan(format_GK), mean_G1, format_GK)
 
+    def credits(self, scored: GroupRewards, seen: Mapping[str, NDArray[np.float64]], ctx: Context) -> dict[str, Credit]:
+        """Expert (a refiner's component or the student) -> what it learns from.
+
+        ``seen``: the tables (G, K) of :meth:`observed`, of all ranks."""
+        return self.credit(self.total(scored.rewards_GK, seen["refine/format"]), ctx)
+
     def credit(self, rewards_GK: NDArray[np.float64], ctx: Context) -> dict[str, Credit]:
-        """Expert (a refiner's component or the student) -> what it learns from: here one advantage for all."""
+        """One advantage for all."""
         shared = Credit(*group_advantages(rewards_GK, std=self.advantage_std))
         return dict.fromkeys((*self.refiners, STUDENT), shared)
 
@@ -359,6 +389,7 @@ class UniRL(Method):
             world=ctx.world,
             optimizer=component,
             off_policy=sampled.version < step,
+            log_as="lm" if len(self.refiners) == 1 else component,
         )
 
     def _train_generator(

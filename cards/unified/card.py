@@ -5,7 +5,7 @@ The refiner's folder is a source of its own beside the generator's; an export ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cards.card import CARD_FILE, Component, LoopSpec, ModelCard, Source
@@ -95,6 +95,11 @@ def _bundled() -> ModelCard:
 
 def unify(generator: ModelCard, refiner: ModelCard) -> ModelCard:
     """A child of the generator's card whose prompts are rewritten by the refiner of a text card."""
+    return with_refiner(behind(generator, FAMILY, (REFINE,)), refiner)
+
+
+def behind(generator: ModelCard, family: str, refinements: Sequence[str]) -> ModelCard:
+    """A child of the generator's card whose prompts go through these refinements first; the caller brings those."""
     if generator.family != "wan21":
         raise UserError(
             f"got a generator of the family {generator.family!r}, expected 'wan21': an export of another family cannot "
@@ -103,14 +108,13 @@ def unify(generator: ModelCard, refiner: ModelCard) -> ModelCard:
     source = generator.source
     if source.location == OWN_FOLDER and generator.root is not None:
         source = Source(kind="folder", location=str(generator.root))
-    child = generator.derive(
-        name=f"unified-{generator.size}",
-        family=FAMILY,
+    return generator.derive(
+        name=f"{family}-{generator.size}",
+        family=family,
         source=source,
-        programs={**generator.programs, TASK: refined(generator.programs[TASK])},
-        recipe=generator.recipe.model_copy(update={"method": "unified", "data": _data(generator.recipe.data)}),
+        programs={**generator.programs, TASK: refined(generator.programs[TASK], refinements)},
+        recipe=generator.recipe.model_copy(update={"method": family, "data": _data(generator.recipe.data)}),
     )
-    return with_refiner(child, refiner)
 
 
 def _data(generators: str) -> str:
@@ -118,31 +122,47 @@ def _data(generators: str) -> str:
     return f"{generators} behind a refiner" if generators else ""
 
 
-def with_refiner(card: ModelCard, refiner: ModelCard) -> ModelCard:
-    """The unified card with the refiner of a text card in the place of its own, if it had one."""
+def with_refiner(
+    card: ModelCard,
+    refiner: ModelCard,
+    *,
+    refinement: str = REFINE,
+    llm: str = LLM,
+    system: str = SYSTEM,
+    handed_on: bool = False,
+) -> ModelCard:
+    """The card with the refiner of a text card in the place of its own, if it had one.
+
+    Args:
+        refinement: id of its node and loop.
+        llm: id of its component.
+        system: what it is told before the instruction.
+        handed_on: it reads what another model wrote, however long.
+    """
     own = refiner.source
     if refiner.root is not None and own.location == OWN_FOLDER:
         own = Source(kind="folder", location=str(refiner.root))
     part = {"subfolder": OWN_FOLDER, "source": own}
     lm, tokenizer = refiner.components["lm"], refiner.components["tokenizer"]
+    llm_tokenizer = f"{llm}_tokenizer"
     components: dict[str, Component] = {
-        **{cid: c for cid, c in card.components.items() if cid not in (LLM, LLM_TOKENIZER)},
-        LLM: lm.model_copy(update={**part, "required_for": (TASK,)}),
-        LLM_TOKENIZER: tokenizer.model_copy(update={**part, "required_for": (TASK,)}),
+        **{cid: c for cid, c in card.components.items() if cid not in (llm, llm_tokenizer)},
+        llm: lm.model_copy(update={**part, "required_for": (TASK,)}),
+        llm_tokenizer: tokenizer.model_copy(update={**part, "required_for": (TASK,)}),
     }
     loop = LoopSpec(
         kind="ar_decode",
         unit="AR_TOKEN",
-        components={"lm": LLM, "tokenizer": LLM_TOKENIZER},
+        components={"lm": llm, "tokenizer": llm_tokenizer},
         semantics=qwen3.SEMANTICS,
         caches=("kv",),
         dynamic_stop=True,
-        options={"system": SYSTEM, "behaviour": True},
+        options={"system": system, "behaviour": True, **({"keeps_end": True} if handed_on else {})},
     )
     return card.model_copy(
         update={
             "components": components,
-            "loops": {**card.loops, REFINE: loop},
+            "loops": {**card.loops, refinement: loop},
             "sampling": card.sampling.model_copy(update={"text": refiner.sampling.text}),
             "caches": tuple(dict.fromkeys((*card.caches, "kv"))),
         }

@@ -6,6 +6,8 @@ leaves the first node out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cards.program import Node, Program
 from cards.wan21.program import TEXT_TO_VIDEO
 
@@ -13,7 +15,7 @@ REFINE = "refine"
 """Id of the node and of its loop."""
 
 
-def refined(program: Program = TEXT_TO_VIDEO) -> Program:
-    """``program`` behind the refinement of its prompt."""
-    node = Node(id=REFINE, loop=REFINE, reads=("prompt",), writes="prompt", when="refined")
-    return program.model_copy(update={"nodes": (node, *program.nodes)})
+def refined(program: Program = TEXT_TO_VIDEO, refinements: Sequence[str] = (REFINE,)) -> Program:
+    """``program`` behind the refinements of its prompt, one after the other."""
+    nodes = (Node(id=name, loop=name, reads=("prompt",), writes="prompt", when="refined") for name in refinements)
+    return program.model_copy(update={"nodes": (*nodes, *program.nodes)})

@@ -130,27 +130,33 @@ class RefinedWanLibrary(WanLibrary):
 
     def __init__(self, card: ModelCard, device: torch.device):
         super().__init__(card, device)
-        (self.node,) = refine_nodes(card, Request.task)
-        self.spec = card.loops[self.node]
-        component = card.components[self.spec.components["lm"]]
-        folder = component_folder(component, resolve_folder(card.source, card.root))
-        self.refiner = GenerateLibrary(card, device, folder)
+        source = resolve_folder(card.source, card.root)
+        self.refiners: dict[str, GenerateLibrary] = {}
+        """Node that rewrites the prompt -> its model, in order."""
+        for node in refine_nodes(card, Request.task):
+            component = card.components[card.loops[node].components["lm"]]
+            self.refiners[node] = GenerateLibrary(card, device, component_folder(component, source))
 
     def refine(self, prompt: str, max_tokens: int) -> str:
-        """What ``generate(do_sample=False)`` makes of an instruction, as the tokenizer's chat template puts it."""
-        chat = [{"role": "system", "content": self.spec.options["system"]}, {"role": "user", "content": prompt}]
-        options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
-        ids_1L = torch.tensor([self.refiner.tokenizer.apply_chat_template(chat, **options)])
-        tokens, _ = self.refiner.greedy(ids_1L, max_tokens)
-        return str(self.refiner.tokenizer.decode(tokens, skip_special_tokens=True))
+        """What ``generate(do_sample=False)`` makes of an instruction, as the tokenizer's chat template puts it; of what
+        it made, the next one where there are several."""
+        for node, refiner in self.refiners.items():
+            told = self.card.loops[node].options["system"]
+            chat = [{"role": "system", "content": told}, {"role": "user", "content": prompt}]
+            options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
+            ids_1L = torch.tensor([refiner.tokenizer.apply_chat_template(chat, **options)])
+            tokens, _ = refiner.greedy(ids_1L, max_tokens)
+            prompt = str(refiner.tokenizer.decode(tokens, skip_special_tokens=True))
+        return prompt
 
     def sample(self, request: Request, *, solver: str, shift: float) -> tuple[Tensor, Tensor]:
-        params = resolve(request, self.card).nodes[self.node]
+        params = resolve(request, self.card).nodes[next(iter(self.refiners))]
         prompt = self.refine(request.prompt, params.max_tokens)
         return super().sample(replace(request, prompt=prompt), solver=solver, shift=shift)
 
 
 LIBRARIES: dict[str, Callable[[ModelCard, torch.device], Any]] = {
+    "multi_expert": RefinedWanLibrary,
     "qwen3": GenerateLibrary,
     "reward": ClipLibrary,
     "unified": RefinedWanLibrary,

@@ -8,7 +8,7 @@ Legend: G prompts (groups) of all processes, K samples a group, N samples of thi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class GroupRewards:
     """Of all processes; NaN = failed."""
     metrics: dict[str, float]
     """This process's, under the same names on each; means over them are the step's."""
+    parts_GK: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """The reward's parts, of all processes; NaN = not asked, or failed."""
 
 
 def score_groups(
@@ -37,7 +39,8 @@ def score_groups(
     Raises ``UserError`` when every sample of the step failed.
     """
     scores = reward.score(RewardBatch(videos, list(prompts), [dict(fields) for fields in metadata]))
-    values = reward.settle(gathered(reward, scores, world))
+    of_all = gathered(reward, scores, world)
+    values = reward.settle(of_all)
     failed = int(np.isnan(values).sum())
     if failed == values.size:
         raise UserError(
@@ -51,7 +54,8 @@ def score_groups(
         "train/reward_failed": float(failed),
         **scores.metrics(),
     }
-    return GroupRewards(values.reshape(-1, samples), metrics)
+    parts_GK = {name: part.reshape(-1, samples) for name, part in of_all.parts.items()}
+    return GroupRewards(values.reshape(-1, samples), metrics, parts_GK)
 
 
 def gathered(reward: Reward, scores: Scores, world: World) -> Scores:

@@ -127,7 +127,7 @@ def test_a_rollout_keeps_tokens_and_log_probs_of_the_temperature_that_it_drew_at
     kept, said = rollout.tokens["refine"], rollout.completions["refine"]
     assert tuple(kept.token_ids.tolist()) == said.token_ids and kept.temperature == 0.7
     assert len(kept.prompt_ids) == said.prompt_tokens
-    library = library_of(instance.card, torch.device("cpu")).refiner
+    library = library_of(instance.card, torch.device("cpu")).refiners["refine"]
     ids_1L = torch.cat([kept.prompt_ids, kept.token_ids])[None]
     with torch.no_grad():
         logits = library.model(input_ids=ids_1L, use_cache=False).logits[0, len(kept.prompt_ids) - 1 : -1].double()
