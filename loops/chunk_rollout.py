@@ -309,7 +309,9 @@ class ChunkRolloutLoop(Loop):
         behaviour = None
         if walk.record:
             sigmas = torch.tensor(walk.sigmas, dtype=torch.float32).repeat(walk.chunks)
-            kept = {n: torch.cat(rows) for n, rows in state.captured.items() if n in ("trajectory", "velocities")}
+            kept: dict[str, Any] = {
+                n: torch.cat(rows) for n, rows in state.captured.items() if n in ("trajectory", "velocities")
+            }
             behaviour = BehaviourRecord(sigmas, network_timestep(sigmas), **kept)
         also: dict[str, Any] = {"video": clip["video"]} if "video" in clip else {}
         if walk.goes_on:
