@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -311,20 +312,24 @@ def test_it_does_not_outlive_its_owner(how: signal.Signals, wan_folder: Path, tm
     """In the middle of a long rollout; SIGINT goes to both, as from a terminal."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER.format(repo=str(REPO), tests=str(Path(__file__).parent), folder=str(wan_folder)))
-    owner = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert owner.stdout is not None
-    pid = int(owner.stdout.readline())
-    assert exists(pid)
-    if how == signal.SIGINT:
-        os.killpg(owner.pid, how)
-    else:
-        os.kill(owner.pid, how)
-    _, errors = owner.communicate(timeout=30)
-    deadline = time.monotonic() + 20
-    while exists(pid):
-        assert time.monotonic() < deadline, "an orphan"
-        time.sleep(0.05)
+    ) as owner:
+        try:
+            assert owner.stdout is not None
+            pid = int(owner.stdout.readline())
+            assert exists(pid)
+            if how == signal.SIGINT:
+                os.killpg(owner.pid, how)
+            else:
+                os.kill(owner.pid, how)
+            _, errors = owner.communicate(timeout=120)
+            deadline = time.monotonic() + 120
+            while exists(pid):
+                assert time.monotonic() < deadline, "an orphan"
+                time.sleep(0.05)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(owner.pid, signal.SIGKILL)
     assert owner.returncode != 0
     assert errors.count("Traceback") == (1 if how == signal.SIGINT else 0), errors
