@@ -186,13 +186,16 @@ def test_tries_wait_longer_each_time_and_as_long_as_they_are_told(server: Server
 
 
 def test_a_late_answer_is_masked_and_costs_no_other(server: Server) -> None:
+    scored = threading.Event()
+
     def answer(body: dict[str, Any], times: int) -> tuple[int, Any, dict[str, str]]:
         if _prompt(body) == "slow":
-            time.sleep(1.0)
+            scored.wait(30)
         return 200, said("SCORE: 6"), {}
 
     server.answer = answer
-    scores = judge_at(server, timeout=0.25, retries=0).score(batch("slow", "quick"))
+    scores = judge_at(server, timeout=2.0, retries=0).score(batch("slow", "quick"))
+    scored.set()
     np.testing.assert_array_equal(scores.values, [np.nan, 0.6])
     assert "ReadTimeout" in scores.reasons[0]
 
