@@ -323,8 +323,8 @@ def test_it_does_not_outlive_its_owner(how: signal.Signals, wan_folder: Path, tm
                 os.killpg(owner.pid, how)
             else:
                 os.kill(owner.pid, how)
-            _, errors = owner.communicate(timeout=120)
-            deadline = time.monotonic() + 120
+            _, errors = owner.communicate(timeout=240)
+            deadline = time.monotonic() + 240
             while exists(pid):
                 assert time.monotonic() < deadline, "an orphan"
                 time.sleep(0.05)

