@@ -420,7 +420,7 @@ def _usage() -> str:
 def _export_checkpoint(argv: Sequence[str]) -> int:
     from omegaconf import OmegaConf
 
-    from fastvideo_train.build import build_card, build_method, card_for
+    from fastvideo_train.build import build_card, build_method, card_for, in_numerics_of
     from fastvideo_train.checkpoint import check_meta, load_state, read_meta
     from fastvideo_train.rundir import CONFIG_FILE
     from methods.roles import EMA, STUDENT, joined_names
@@ -431,37 +431,55 @@ def _export_checkpoint(argv: Sequence[str]) -> int:
     config = checkpoint.parents[1] / CONFIG_FILE
     if not config.is_file():
         raise UserError(f"{checkpoint} is not inside a run: expected its configuration at {config}")
-    if out.exists() and not options.overwrite:
-        raise UserError(f"{out} exists; choose another out=<folder> or pass overwrite=true")
     cfg = OmegaConf.load(config)
     method = build_method(cfg.method)
     base = build_card(cfg.card)
     card = card_for(base, method)
+    others = {
+        out.with_name(f"{out.name}-{role}"): (role, other)
+        for role, other in method.role_cards(in_numerics_of(base, method)).items()
+        if role in method.optimizers()
+    }
+    for place in (out, *others):
+        if place.exists() and not options.overwrite:
+            raise UserError(f"{place} exists; choose another out=<folder> or pass overwrite=true")
     check_meta(meta, card_digest=card.digest, card_name=card.name, method=method.name, seed=meta.seed, where=checkpoint)
     stored = load_state(checkpoint)
     role = EMA if method.ema is not None else STUDENT
     parts = {trainable_component(card): STUDENT if method.lora is not None else role, **joined_names(card, role)}
     joined = {cid: stored["roles"][name] for cid, name in parts.items() if name in stored["roles"]}
-    exported = export_model(
-        card=card,
-        out=out,
+    metrics = {f"before_{name}": value for name, value in stored["data"]["before"].items()}
+
+    def export(card: ModelCard, place: Path, role: str, **more: Any) -> None:
+        exported = export_model(
+            card=card,
+            out=place,
+            role=role,
+            method=method.name,
+            data=card.recipe.data,
+            metrics=metrics,
+            reference_latents=None,
+            reference_request=reference_request(card, meta.seed, None),
+            samples=[],
+            **more,
+        )
+        print(
+            f"exported step {meta.step} ({role}) to {exported.folder}; reloaded latents differ by "
+            f"{exported.latents_difference:.1e}"
+        )
+
+    export(
+        card,
+        out,
+        role,
         state=joined.pop(trainable_component(card), None),
         joined=joined,
-        role=role,
         lora=method.lora,
-        method=method.name,
         guidance=method.rollout_guidance(),
-        data=card.recipe.data,
-        metrics={f"before_{name}": value for name, value in stored["data"]["before"].items()},
-        reference_latents=None,
-        reference_request=reference_request(card, meta.seed, None),
-        samples=[],
         parent=base,
     )
-    print(
-        f"exported step {meta.step} ({role}) to {exported.folder}; reloaded latents differ by "
-        f"{exported.latents_difference:.1e}"
-    )
+    for place, (name, other) in others.items():
+        export(other, place, name, state=stored["roles"][name], lora=None, guidance=None)
     return 0
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fastvideo_train.export import main as export_checkpoint
 
 STEPS = 8
 
@@ -45,6 +48,18 @@ def test_resume_equals_the_uninterrupted_run(
     assert differences(whole, resumed) == []
     assert runs.metrics(f"{method}-whole") == runs.metrics(f"{method}-killed")
     assert [row["step"] for row in runs.metrics(f"{method}-killed")] == [str(i + 1) for i in range(STEPS)]
+    if method == "workflow_rl":
+        later = runs.outputs / "later"
+        assert (
+            export_checkpoint([f"ckpt={runs.outputs / f'{method}-killed' / 'checkpoints' / 'last'}", f"out={later}"])
+            == 0
+        )
+        for name in ("", "-second"):
+            first, again = (
+                json.loads((folder / "card.json").read_text())["recipe"]["weights"]
+                for folder in (runs.outputs / f"{method}-whole" / f"export{name}", later.with_name(f"later{name}"))
+            )
+            assert first == again
 
 
 @pytest.mark.slow
