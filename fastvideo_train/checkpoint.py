@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import load_component, resolve_folder
-from fastvideo_train.export import trained_module
 from fastvideo_train.module import PostTrainingModule
+from fastvideo_train.trained_weights import trained_module
 from methods.roles import LoRA, trainable_component
 
 STATE_FILE = "state.pt"

@@ -7,7 +7,6 @@ checkpoint of a run later.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import Field
 
 from cards.card import CARD_FILE, Component, ModelCard, Recipe, Source
 from cards.errors import UserError
 from cards.needs import MODULE_KINDS
-from cards.source import BESIDE, component_folder, load_component, resolve_folder, weight_files
+from cards.source import BESIDE, component_folder, load_component, resolve_folder
 from fastvideo_train.cli import Options, parse_options, run_program, usage
+from fastvideo_train.export_readme import Samples, write_readme
+from fastvideo_train.trained_weights import save_lora, trained_module, weights_digest
 from inference.engine import Engine
-from inference.media import write_video
 from inference.plain_request import plain_inputs, plain_task
 from inference.request import Request
 from inference.resident import Resident
-from methods.ladder import denoising_loop, ladder_of
+from methods.ladder import ladder_of
 from methods.roles import trainable_component
 
 REFERENCE_PROMPT = "a red circle moves left"
@@ -109,55 +108,6 @@ def reference_request(card: ModelCard, seed: int, guidance: float | None) -> Req
     )
 
 
-def file_digest(path: Path) -> str:
-    """sha256 (hex) of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def weights_digest(folder: Path) -> str:
-    """sha256 (hex) of a component's weights file; of the digests of all, in order, when it has several shards."""
-    digests = [file_digest(path) for path in weight_files(folder)]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def trained_module(card: ModelCard, folder: Path, state: dict[str, Any], role: str, lora: Any) -> Any:
-    """A whole module on CPU with a role's weights; LoRA is merged into the base.
-
-    ``state``: the student module's (full weights: the role's) state dict, gathered.
-    """
-    component = trainable_component(card)
-    module = load_component(card.components[component], folder)
-    if lora is None:
-        module.load_state_dict(state, strict=True)
-        return module
-    return _merge_lora(module, state, role, lora)
-
-
-def _merge_lora(module: Any, state: dict[str, Any], role: str, lora: Any) -> Any:
-    """``W <- W + (alpha / r) B A`` for every adapted layer."""
-    scale = lora.alpha / lora.rank
-    marker = f".lora_A.{role}.weight"
-    layers = dict(module.named_modules())
-    with torch.no_grad():
-        for key, a in state.items():
-            if key.endswith(marker):
-                name = key.removesuffix(marker)
-                b = state[f"{name}.lora_B.{role}.weight"]
-                layers[name].weight += scale * (b.float() @ a.float()).to(layers[name].weight.dtype)
-    return module
-
-
-def lora_state(state: dict[str, Any], role: str) -> dict[str, Any]:
-    """The adapter's weights under diffusers' names, for ``WanPipeline.load_lora_weights``."""
-    marker = f".{role}.weight"
-    return {
-        key.removesuffix(marker) + ".weight": value.contiguous()
-        for key, value in state.items()
-        if key.endswith(marker) and ".lora_" in key
-    }
-
-
 def export_model(
     *,
     card: ModelCard,
@@ -171,7 +121,7 @@ def export_model(
     metrics: dict[str, float],
     reference_latents: torch.Tensor | None,
     reference_request: Request,
-    samples: list[tuple[str, np.ndarray]],
+    samples: Samples,
     parent: ModelCard | None = None,
     joined: Mapping[str, dict[str, Any]] | None = None,
 ) -> Exported:
@@ -201,7 +151,7 @@ def export_model(
     for cid, module in modules.items():
         module.save_pretrained(aside / placed[cid].subfolder)
     if lora is not None and state is not None:
-        _save_lora(aside / "lora", state, role, lora)
+        save_lora(aside / "lora", state, role, lora)
     kept = [cid for cid, folder in beside.items() if (aside / folder).is_dir()]
     digests = {cid: weights_digest(aside / placed[cid].subfolder) for cid in (*modules, *kept)}
     child = derived_card(
@@ -216,7 +166,7 @@ def export_model(
     if ladder_of(child) is not None:
         write_ladder_scheduler(aside)
     (aside / CARD_FILE).write_text(child.to_json())
-    _write_readme(aside, child, samples)
+    write_readme(aside, child, samples)
     difference = _reload_difference(aside, modules, reference_latents, reference_request)
     allowed = 0.0 if lora is None else LORA_TOLERANCE
     if not difference <= allowed:
@@ -280,17 +230,6 @@ def _copy_parts(
             shutil.copytree(component_folder(component, source), target, ignore=bare)
 
 
-def _save_lora(folder: Path, state: dict[str, Any], role: str, lora: Any) -> None:
-    """With its config: without alpha a loader takes alpha = rank, which is another strength."""
-    from diffusers import WanPipeline
-    from peft import LoraConfig
-
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)).to_dict()
-    WanPipeline.save_lora_weights(
-        folder, transformer_lora_layers=lora_state(state, role), transformer_lora_adapter_metadata=config
-    )
-
-
 def _reload_difference(
     folder: Path, modules: Mapping[str, Any], reference: torch.Tensor | None, request: Request
 ) -> float:
@@ -302,94 +241,6 @@ def _reload_difference(
         residents = {component: Resident(module) for component, module in modules.items()}
         reference = engine.run(request, instance.view(residents)).latents
     return (ours - reference).abs().max().item()
-
-
-def _write_readme(folder: Path, card: ModelCard, samples: list[tuple[str, np.ndarray]]) -> None:
-    """Model card for people, with sample clips as GIFs."""
-    name = folder.name.removeprefix(".").removesuffix(".tmp")
-    lines = [
-        f"# {card.name}",
-        "",
-        f"Made by `{card.recipe.method}` from the card `{card.recipe.parents[0][:12]}`. Digest `{card.digest}`.",
-        "",
-        *_usage_lines(name, folder, card),
-        *_refiner_lines(name, card),
-        "",
-    ]
-    if card.recipe.metrics:
-        lines += ["| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in sorted(card.recipe.metrics.items())] + [""]
-    if samples:
-        (folder / "samples").mkdir()
-        lines += ["| prompt | sample |", "|---|---|"]
-        for i, (prompt, frames) in enumerate(samples):
-            name = f"samples/{i:02d}.gif"
-            write_video(folder / name, np.repeat(np.repeat(frames, 4, axis=1), 4, axis=2), card.sampling.fps)
-            lines.append(f"| {prompt} | ![]({name}) |")
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
-
-
-def _refiner_lines(name: str, card: ModelCard) -> list[str]:
-    """What plain diffusers leaves out of a card that rewrites prompts."""
-    nodes = [n for n in card.programs[plain_task(card)].nodes if n.writes == "prompt" and n.loop is not None]
-    folders = [card.components[card.loops[n.loop].components["lm"]].subfolder for n in nodes if n.loop is not None]
-    if not folders:
-        return []
-    said = ", ".join(f"`{folder}/`" for folder in folders)
-    return [
-        "",
-        f"That samples from a prompt as it is. The card has it rewritten first, by the language model in {said}:",
-        f'`python -m fastvideo_train.generate ckpt={name} prompt="a crimson ball drifting west"`.',
-    ]
-
-
-def _usage_lines(name: str, folder: Path, card: ModelCard) -> list[str]:
-    """How plain diffusers samples the folder, and by which sampler."""
-    s, spec = card.sampling, card.loops[denoising_loop(card)]
-    ladder = spec.schedule.ladder
-    call = [
-        f'video = pipe("a red circle moves left", height={s.height}, width={s.width}, num_frames={s.frames},',
-        f"             num_inference_steps={s.steps}, guidance_scale={spec.guidance.scale},",
-    ]
-    pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
-    if card.programs[plain_task(card)].inputs:
-        call.insert(1, '             image=load_image("first.png"),')
-    load = f'pipe = {pipeline}.from_pretrained("{name}", dtype=torch.float32)'
-    convention = f"guidance {spec.guidance.scale} ({spec.guidance.convention} convention)"
-    if ladder is None:
-        return [
-            "```python",
-            "import torch",
-            f"from diffusers import {pipeline}",
-            *(["from diffusers.utils import load_image"] if len(call) > 2 else []),
-            "",
-            load,
-            *call,
-            '             generator=torch.Generator("cpu").manual_seed(1)).frames[0]',
-            "```",
-            "",
-            f"Sampler: {spec.solver}, shift {spec.schedule.shift}, {s.steps} steps, {convention}.",
-        ]
-    return [
-        "```python",
-        "from functools import partial",
-        "",
-        "import torch",
-        "from diffusers import WanPipeline",
-        "",
-        load,
-        "# The pipeline gives its scheduler neither sigmas nor a generator: without the ladder it samples a grid that",
-        "# the weights were not made for, without the generator no seed repeats.",
-        'generator = torch.Generator("cpu").manual_seed(1)',
-        f"pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, sigmas={list(ladder)})",
-        "pipe.scheduler.step = partial(pipe.scheduler.step, generator=generator)",
-        *call,
-        "             generator=generator).frames[0]",
-        "```",
-        "",
-        f"Sampler: {spec.solver} on the ladder of sigmas {list(ladder)}, which is final (no shift), {convention}. "
-        "Serving the card refuses another number of steps and another solver.",
-    ]
 
 
 # -- command line

@@ -15,7 +15,7 @@ from torch import Tensor
 from cards.program import Node
 from cards.source import resolve_folder
 from fastvideo_train.data.latent_cache import LATENTS, Encode
-from fastvideo_train.export import weights_digest
+from fastvideo_train.trained_weights import weights_digest
 from inference.instance import ModelInstance
 from inference.plain_request import plain_task
 from loops.loop import ModelCall

@@ -14,7 +14,8 @@ from torch import Tensor
 from cards.card import LoopMismatchError, ModelCard
 from fastvideo_train.checkpoint import gather_roles
 from fastvideo_train.data.prompts import Prompt
-from fastvideo_train.export import LORA_TOLERANCE, Exported, export_model, reference_request, weights_digest
+from fastvideo_train.export import LORA_TOLERANCE, Exported, export_model, reference_request
+from fastvideo_train.trained_weights import weights_digest
 from inference.engine import Engine
 from inference.request import Request
 from methods.dmd2 import DMD2

@@ -17,9 +17,10 @@ from transformers import Qwen3ForCausalLM
 import cards.registry
 from cards.card import ModelCard
 from fastvideo_train import checkpoint as ckpt
-from fastvideo_train.export import export_model, reference_request, weights_digest
+from fastvideo_train.export import export_model, reference_request
 from fastvideo_train.memory_plan import Clip, plan_memory
 from fastvideo_train.parallel.plan import Single
+from fastvideo_train.trained_weights import weights_digest
 from inference.engine import Engine
 from inference.request import Request
 from methods.forward import velocity

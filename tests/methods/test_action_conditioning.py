@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from cards.errors import UserError
 from cards.wan21.card import card_from_folder as wan_card
 from cards.wan_causal.card import causal_card, with_actions, with_rollout
 from fastvideo_train.checkpoint import gather_roles, weight_change
-from fastvideo_train.export import export_model, reference_request, weights_digest
+from fastvideo_train.export import export_model, reference_request
+from fastvideo_train.trained_weights import weights_digest
 from inference.engine import Engine
 from inference.request import Request
 from methods.causal_init import CausalInit
@@ -155,6 +157,11 @@ def test_a_run_trains_averages_checkpoints_and_exports_the_vectors(
     again = Engine().load(exported.folder)
     assert torch.equal(Engine().run(request, again).latents, expected)
     assert type(WanPipeline.from_pretrained(exported.folder).transformer).__name__ == "WanTransformer3DModel"
+    code = re.search(r"```python\n(.*?)```", (exported.folder / "README.md").read_text(), re.DOTALL)
+    assert code is not None and "Pipeline" not in code[1]
+    names: dict[str, Any] = {}
+    exec(code[1].replace('"export"', repr(str(exported.folder))), names)
+    assert names["world"].chunks == 1 and len(names["video"]) == names["world"].frames
     # One that trains the transformer alone hands the vectors on.
     plain = export_model(
         card=exported.card,
