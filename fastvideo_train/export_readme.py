@@ -1,4 +1,4 @@
-"""The README of an export: where it comes from, how it is sampled here and by plain diffusers, its metrics and clips."""
+"""The README of an export: where it comes from, how to sample it here and by plain diffusers, its metrics and clips."""
 
 from __future__ import annotations
 
