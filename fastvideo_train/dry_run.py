@@ -14,10 +14,17 @@ from omegaconf import DictConfig
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import check_source
-from fastvideo_train.build import build_card, build_method, build_plan, build_rollouts, build_target
+from fastvideo_train.build import (
+    build_card,
+    build_method,
+    build_plan,
+    build_rollouts,
+    build_target,
+)
 from fastvideo_train.memory_plan import Clip, MemoryPlan, plan_memory
 from fastvideo_train.rollout_record import RecordPlan
 from methods.method import Method
+from methods.rewards.build import build_reward
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +45,7 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
     method = attempt(lambda: build_method(cfg.method))
     plan = attempt(lambda: build_plan(cfg.parallel))
     rollouts = attempt(lambda: build_rollouts(cfg.rollout))
-    clip, encode_rows = None, 0
+    clip, encode_rows, judges = None, 0, None
     if card is not None and method is not None:
         problems += method.problems(card, cfg.devices)
         data = attempt(lambda: build_target(cfg.data, "data")) if method.needs_clips else None
@@ -46,6 +53,9 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
         encode_rows = 0 if data is None else data.encode_batch_size
         if card.source.kind != "hub":
             attempt(lambda: check_source(card))
+    if method is not None and method.needs_reward:
+        reward = attempt(lambda: build_reward(cfg.reward))
+        judges = None if reward is None else attempt(reward.cards)
     if method is not None and rollouts is not None:
         problems += rollouts.problems(method)
     if card is not None and plan is not None:
@@ -62,6 +72,7 @@ def dry_run(cfg: DictConfig) -> MemoryPlan:
         generates=_generates(cfg, card, method),
         encode_rows=encode_rows,
         rollouts=rollouts,
+        rewards=judges,
     )
 
 

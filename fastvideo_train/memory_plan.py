@@ -5,8 +5,8 @@ roles and optimizers by ``PostTrainingModule`` itself, and one micro batch of tr
 gradient, the other roles' beside it, the backward) whose live tensors are counted operation by operation; of a trained
 language model, a batch of text. Nothing here knows a method or a family by name.
 
-Not counted: scratch memory inside kernels, reward models, buffers of the communication library, what the allocator
-keeps for itself and the driver's own memory.
+Not counted: scratch memory inside kernels, the forwards of reward models and rewards that are no card, buffers of the
+communication library, what the allocator keeps for itself and the driver's own memory.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def plan_memory(
     generates: bool,
     encode_rows: int = 0,
     rollouts: RolloutSettings | None = None,
+    rewards: Mapping[str, ModelCard] | None = None,
 ) -> MemoryPlan:
     """The plan of a run from ``card``, the one that it starts from.
 
@@ -135,12 +136,16 @@ def plan_memory(
         generates: whether the run rolls out or evaluates by generating; else one clip is generated at the end.
         encode_rows: clips that the VAE encodes at once; 0 encodes none.
         rollouts: how rollouts are executed; None: in this process.
+        rewards: the cards that score, by name.
     """
     shards = devices if plan.name == SHARDED else 1
     micro_batch = _micro_batch(method, devices)
     settings = InProcessRollouts() if rollouts is None else rollouts
     module = _module(card, method, plan, settings)
     rows = [*_role_rows(module, shards), *_frozen_rows(card, module.roles)]
+    rows += [
+        Row(f"reward {name}", weights=_weights(judge)) for name, judge in ({} if rewards is None else rewards).items()
+    ]
     gathered = _gathered(module, shards)
     with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
         module.roles.to_empty(device="cpu")
@@ -231,8 +236,16 @@ def _frozen_rows(card: ModelCard, roles: Roles) -> Iterator[Row]:
     replaced = {roles.component, *roles.joined(STUDENT)}
     for cid, component in needed_components(card).items():
         if component.kind in MODULE_KINDS and cid not in replaced:
-            module = _built(card, component)
-            yield Row(cid, weights=_bytes((*module.parameters(), *module.buffers()), 1))
+            yield Row(cid, weights=_module_bytes(_built(card, component)))
+
+
+def _weights(card: ModelCard) -> int:
+    """Of all modules that a card's requests call."""
+    return sum(_module_bytes(_built(card, c)) for c in needed_components(card).values() if c.kind in MODULE_KINDS)
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return _bytes((*module.parameters(), *module.buffers()), 1)
 
 
 def _engine_bytes(card: ModelCard, roles: Roles) -> int:

@@ -81,6 +81,9 @@ class CardReward(Reward):
         card.validate()
         return card
 
+    def cards(self) -> Mapping[str, ModelCard]:
+        return {self.name: self.card()}
+
     def check(self) -> None:
         check_source(self.card(), (TASK,))
 

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from cards.card import ModelCard
 from cards.errors import UserError, unknown_name
 from inference.engine import Engine
 from methods.rewards.reward import Reward, RewardBatch, Scores, clean
@@ -19,7 +20,38 @@ from methods.rewards.reward import Reward, RewardBatch, Scores, clean
 Normalise = Literal["sum", "each"]
 
 
-class WeightedReward(Reward):
+class RewardGroup(Reward):
+    """Base of a reward that is made of others, by name; its parts are their values and ``name/part`` of theirs."""
+
+    rewards: dict[str, Reward]
+
+    def check(self) -> None:
+        for reward in self.rewards.values():
+            reward.check()
+
+    @property
+    def learned(self) -> bool:  # type: ignore[override]
+        return any(reward.learned for reward in self.rewards.values())
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return {
+            f"{name}/{inner}": card for name, reward in self.rewards.items() for inner, card in reward.cards().items()
+        }
+
+    def use_engine(self, engine: Engine) -> None:
+        for reward in self.rewards.values():
+            reward.use_engine(engine)
+
+    def prepare(self, device: str = "cpu") -> None:
+        for reward in self.rewards.values():
+            reward.prepare(device)
+
+    def part_names(self) -> tuple[str, ...]:
+        inner = (f"{name}/{part}" for name, reward in self.rewards.items() for part in reward.part_names())
+        return (*self.rewards, *inner)
+
+
+class WeightedReward(RewardGroup):
     """Weighted sum of rewards that all look at every sample.
 
     Args:
@@ -63,25 +95,6 @@ class WeightedReward(Reward):
         terms = ", ".join(f"{self.weights[name]:g} {name} ({part.version})" for name, part in self.rewards.items())
         self.version = f"1 {normalise}: {terms}"
 
-    def check(self) -> None:
-        for reward in self.rewards.values():
-            reward.check()
-
-    @property
-    def learned(self) -> bool:  # type: ignore[override]
-        return any(reward.learned for reward in self.rewards.values())
-
-    def use_engine(self, engine: Engine) -> None:
-        for reward in self.rewards.values():
-            reward.use_engine(engine)
-
-    def prepare(self, device: str = "cpu") -> None:
-        for reward in self.rewards.values():
-            reward.prepare(device)
-
-    def part_names(self) -> tuple[str, ...]:
-        return (*self.rewards, *inner_names(self.rewards))
-
     def settle(self, scores: Scores) -> NDArray[np.float64]:
         return self.combine({name: reward.settle(part_of(scores, name)) for name, reward in self.rewards.items()})
 
@@ -104,11 +117,6 @@ class WeightedReward(Reward):
         shifted = values - known[0]  # through differences, so that equal scores give exact zeros
         mean, std = np.nanmean(shifted), np.nanstd(shifted)
         return (shifted - mean) / (std + self.eps)
-
-
-def inner_names(rewards: Mapping[str, Reward]) -> tuple[str, ...]:
-    """``reward/part`` of every part of several rewards."""
-    return tuple(f"{name}/{part}" for name, reward in rewards.items() for part in reward.part_names())
 
 
 def part_of(scores: Scores, name: str) -> Scores:

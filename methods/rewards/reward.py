@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cards.card import ModelCard
 from cards.errors import UserError
 from inference.engine import Engine
 
@@ -81,6 +82,11 @@ class Reward(ABC):
 
     def check(self) -> None:  # noqa: B027 - optional by design: most rewards have no files to check
         """Raise ``UserError`` when this reward cannot work as configured. Cheap: loads no weights."""
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        """Name -> card of the models that the run's engine loads for it; a model that it loads itself is not among
+        them."""
+        return {}
 
     def use_engine(self, engine: Engine) -> None:  # noqa: B027 - optional by design: most rewards need none
         """The run's engine, for rewards that are requests to a served model; called before :meth:`prepare`."""

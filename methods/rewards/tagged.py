@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cards.errors import UserError, unknown_name
-from inference.engine import Engine
-from methods.rewards.combine import inner_names, part_of
+from methods.rewards.combine import RewardGroup, part_of
 from methods.rewards.reward import Reward, RewardBatch, Scores, attempt
 
 
-class TaggedReward(Reward):
+class TaggedReward(RewardGroup):
     """``metadata["reward"]`` of each sample names the reward that scores it, and only that one sees it.
 
     Scales differ between rewards, so normalise advantages per group (``std: group``).
@@ -37,25 +36,6 @@ class TaggedReward(Reward):
         self.rewards = dict(rewards)
         self.default = default
         self.version = "1 " + ", ".join(f"{tag} ({reward.version})" for tag, reward in self.rewards.items())
-
-    def check(self) -> None:
-        for reward in self.rewards.values():
-            reward.check()
-
-    @property
-    def learned(self) -> bool:  # type: ignore[override]
-        return any(reward.learned for reward in self.rewards.values())
-
-    def use_engine(self, engine: Engine) -> None:
-        for reward in self.rewards.values():
-            reward.use_engine(engine)
-
-    def prepare(self, device: str = "cpu") -> None:
-        for reward in self.rewards.values():
-            reward.prepare(device)
-
-    def part_names(self) -> tuple[str, ...]:
-        return (*self.rewards, *inner_names(self.rewards))
 
     def settle(self, scores: Scores) -> NDArray[np.float64]:
         """Each sample has one tag, so a reward's own samples are those that have its part; a sample that it failed to

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cards.card import ModelCard
 from cards.errors import UserError
 from inference.engine import Engine
 from methods.rewards.combine import WeightedReward
@@ -48,6 +49,9 @@ class WatchedReward(Reward):
 
     def check(self) -> None:
         self.reward.check()
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return self.reward.cards()
 
     def use_engine(self, engine: Engine) -> None:
         self.reward.use_engine(engine)

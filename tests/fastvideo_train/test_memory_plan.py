@@ -19,12 +19,16 @@ from cards.card import ModelCard
 from cards.registry import family
 from fastvideo_train.memory_plan import BASE, Clip, MemoryPlan, Row, plan_memory
 from fastvideo_train.parallel.plan import FSDP2, make_plan
+from inference.engine import Engine
 from inference.instance import ModelInstance
 from methods.diffusion_nft import DiffusionNFT
 from methods.dmd2 import DMD2
 from methods.finetune import Finetune
 from methods.forward import velocity
 from methods.method import Method
+from methods.rewards.card_reward import CardReward
+from methods.rewards.combine import WeightedReward
+from methods.rewards.shape_eval import ShapeEvalReward
 from methods.roles import CRITIC, EMA, OLD, REFERENCE, STUDENT, TEACHER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,6 +221,19 @@ def test_the_encoder_is_counted_where_clips_are_encoded(training: Any) -> None:
     assert found.encoding == pytest.approx(allocated_peak(encode), rel=0.1)
     assert plan(training.card, finetune()).encoding == 0
     assert found.peak >= found.held + found.encoding
+
+
+def test_the_weights_of_a_card_that_scores_are_counted(training: Any) -> None:
+    reward = WeightedReward(
+        rewards={"seen": CardReward(card={"name": "reward", "size": "tiny"}), "ruled": ShapeEvalReward()},
+        weights={"seen": 1.0, "ruled": 1.0},
+    )
+    with_judge = plan(training.card, finetune(), rewards=reward.cards())
+    instance = Engine("cpu").load(reward.cards()["seen/card"])
+    held = sum(instance.weights_bytes(cid) for cid in instance.residents)
+    assert held > 1_000_000
+    assert rows(with_judge)["reward seen/card"].weights == held
+    assert with_judge.held == plan(training.card, finetune()).held + held
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
