@@ -11,6 +11,7 @@ Legend: B rows, J chunks a clip, C latent channels, T latent frames, H W latent 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -102,6 +103,8 @@ class CausalInit(Finetune):
         reuse: updates from one batch of trajectories, each with other rungs.
         past_noise: of ``teacher_forcing``: largest sigma to which the clean past is noised, so that what a rollout gets
             wrong does not add up (GameNGen, arXiv 2408.14837, Sec. 3.2.1); 0 leaves it clean.
+        first_weight: of ``teacher_forcing``: weight of a clip's first chunk in its loss, of 1 for each of the others. 0
+            leaves how a world begins to the weights that the run starts from, such as those of a few-step student.
         actions_only: trains the action vectors of a card that has some, and leaves the transformer as it is.
         action_eval: worlds of ActionEval in every evaluation (``methods.shapeworld.steer``), for a card whose actions
             are those of the steerable ShapeWorld; 0 runs none.
@@ -120,6 +123,7 @@ class CausalInit(Finetune):
         ladder_shift: float = 1.0,
         reuse: int = 4,
         past_noise: float = 0.0,
+        first_weight: float = 1.0,
         actions_only: bool = False,
         action_eval: int = 0,
         **common: Any,
@@ -136,6 +140,7 @@ class CausalInit(Finetune):
         self.ladder = None if rungs is None else ladder_sigmas(rungs, ladder_shift)
         self.reuse = reuse
         self.past_noise = past_noise
+        self.first_weight = first_weight
         self.actions_only = actions_only
         self.action_eval = action_eval
         self.needs_clips = way == "teacher_forcing"
@@ -168,6 +173,8 @@ class CausalInit(Finetune):
             found += self._action_problems(card)
         if not 0 <= self.past_noise < 1:
             found.append(f"past_noise: got {self.past_noise}, expected a sigma, 0 <= s < 1")
+        if not 0 <= self.first_weight < math.inf:
+            found.append(f"first_weight: got {self.first_weight}, expected a number, 0 <= w")
         if self.reuse < 1:
             found.append(f"reuse: got {self.reuse}, expected at least 1")
         if self.way == "ode" and not 1 <= self.teacher_steps <= 1000:
@@ -235,7 +242,15 @@ class CausalInit(Finetune):
         text_BLD = encode_prompts(ctx.engine, instance, texts)
         predicted = teacher_forced_velocity(instance, x_s, past, sigma_BJ, text_BLD, gradient=training, actions=actions)
         error = (predicted - velocity_target(x0_BCTHW, noise_BCTHW).float()) ** 2
-        return (over_frames(loss_weight(self.weighting, sigma_BJ), error) * error).flatten(1).mean(1)
+        weight_BJ = loss_weight(self.weighting, sigma_BJ) * self._chunk_weights(chunks).to(sigma_BJ.device)
+        return (over_frames(weight_BJ, error) * error).flatten(1).mean(1)
+
+    def _chunk_weights(self, chunks: int) -> Tensor:
+        """(J,) of mean 1; a clip of one chunk is all first."""
+        weights_J = torch.ones(chunks)
+        if chunks > 1:
+            weights_J[0] = self.first_weight
+        return weights_J / weights_J.mean()
 
     def _past(self, x0_BCTHW: Tensor, addresses: Sequence[tuple[int | str, ...]]) -> Tensor:
         """What noisy chunks see of the clips: each noised to a sigma of its own, up to ``past_noise``."""

@@ -118,6 +118,20 @@ def test_a_noised_past_is_seen_in_training_alone(acting: Any) -> None:
         assert torch.equal(one, other) == same
 
 
+def test_the_first_chunk_counts_as_it_is_weighted(acting: Any) -> None:
+    x0, addresses = batch_of(acting)["latents"], [(0, "train", 3, row) for row in range(2)]
+
+    def losses(weight: float) -> Tensor:
+        method = method_of(first_weight=weight)
+        return method.losses(x0, WORDS, addresses, acting.context(method)).detach().double()
+
+    chunks = x0.shape[2]
+    first = chunks * losses(1.0) - (chunks - 1) * losses(0.0)
+    assert (first > 0.1).all()
+    expected = (3 * first + (chunks - 1) * losses(0.0)) / (chunks + 2)
+    torch.testing.assert_close(losses(3.0), expected, rtol=1e-6, atol=0)
+
+
 def test_a_run_trains_averages_checkpoints_and_exports_the_vectors(
     acting: Any, tmp_path: Path, wan_folder: Path
 ) -> None:
@@ -190,3 +204,5 @@ def test_settings_that_do_not_fit_the_card_are_named(acting: Any) -> None:
     assert "expected ['none', 'left', 'right', 'up', 'down']" in problem
     (problem,) = method_of(past_noise=1.0).problems(acting.card, 1)
     assert "past_noise: got 1.0" in problem
+    (problem,) = method_of(first_weight=-1.0).problems(acting.card, 1)
+    assert "first_weight: got -1.0" in problem
