@@ -7,8 +7,10 @@ importing it loads no heavy library.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -108,6 +110,20 @@ def run_program(body: Callable[[Sequence[str]], int], help_text: Callable[[], st
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def check_place(out: str) -> Path:
+    """The path of a file to write; raises ``UserError`` for a folder and for a place that cannot be written."""
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"out: {out!r} is a folder, expected a file name")
+    parent = path.absolute().parent
+    ancestor = next(place for place in (parent, *parent.parents) if place.exists())
+    if not ancestor.is_dir():
+        raise UserError(f"out: {ancestor} is a file, so {out!r} cannot be written below it; give another folder")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise UserError(f"out: no permission to write in {ancestor}; give another folder")
+    return path
 
 
 def pick_device(name: str) -> torch.device:

@@ -14,13 +14,7 @@ from omegaconf import DictConfig
 from cards.card import ModelCard
 from cards.errors import UserError
 from cards.source import check_source
-from fastvideo_train.build import (
-    build_card,
-    build_method,
-    build_plan,
-    build_rollouts,
-    build_target,
-)
+from fastvideo_train.build import build_card, build_method, build_plan, build_rollouts, build_target
 from fastvideo_train.memory_plan import Clip, MemoryPlan, plan_memory
 from fastvideo_train.rollout_record import RecordPlan
 from methods.method import Method

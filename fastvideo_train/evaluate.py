@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from cards.errors import UserError
-from fastvideo_train.cli import EXIT_OK, Int64, Options, parse_options, pick_device, run_program, usage
+from fastvideo_train.cli import EXIT_OK, Int64, Options, check_place, parse_options, pick_device, run_program, usage
 
 if TYPE_CHECKING:
     from cards.card import ModelCard
@@ -96,8 +95,7 @@ def _usage() -> str:
 
 def _evaluate(argv: Sequence[str]) -> int:
     options = parse_options(EvaluateOptions, argv)
-    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-        raise UserError(f"out: the folder of {options.out!r} is not there; make it or give another place")
+    out = None if options.out is None else check_place(options.out)
 
     from inference.engine import Engine  # loads torch: after the checks that need none
     from inference.load import card_of
@@ -122,10 +120,10 @@ def _evaluate(argv: Sequence[str]) -> int:
         "seconds": round(seconds, 1),
         "pieces": {piece.name: piece.summary() for piece in pieces},
     }
-    if options.out is not None:
+    if out is not None:
         from inference.media import write_bytes_atomic
 
-        write_bytes_atomic(Path(options.out), (json.dumps(report, indent=2) + "\n").encode())
+        write_bytes_atomic(out, (json.dumps(report, indent=2) + "\n").encode())
     print(table(report))
     return EXIT_OK
 

@@ -6,7 +6,6 @@ writes; knows no training method.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from cards.errors import UserError
-from fastvideo_train.cli import EXIT_OK, Int64, Options, parse_options, pick_device, run_program, usage
+from fastvideo_train.cli import EXIT_OK, Int64, Options, check_place, parse_options, pick_device, run_program, usage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,15 +150,7 @@ def check_out(out: str) -> Path:
     path = Path(out).expanduser()
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"out: got {out!r}, expected a file name that ends in one of: {', '.join(SUFFIXES)}")
-    if path.is_dir():
-        raise UserError(f"out: {out!r} is a folder, expected a file name")
-    parent = path.absolute().parent
-    ancestor = next(place for place in (parent, *parent.parents) if place.exists())
-    if not ancestor.is_dir():
-        raise UserError(f"out: {ancestor} is a file, so {out!r} cannot be written below it; give another folder")
-    if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise UserError(f"out: no permission to write in {ancestor}; give another folder")
-    return path
+    return check_place(out)
 
 
 def read_picture(place: str) -> Tensor:
