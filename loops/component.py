@@ -49,8 +49,9 @@ class ComponentLoop(Loop):
     def init(self, params: SamplingParams | None, instance: Instance, ctx: LoopContext) -> LoopState:
         (slot,) = self.node.reads
         value: Any = ctx.slots[slot]
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"static": {}}
         if self.node.op == "encode":
+            facts["static"] = {"text_padding": instance.card.precision.text_padding}
             tensors = instance.tokenize(value, instance.card.sampling.max_sequence_length)
             facts["input"] = tensors_digest(tensors)
         else:
@@ -66,8 +67,11 @@ class ComponentLoop(Loop):
             return Done()
         node = self.node
         assert node.component is not None and node.op is not None
-        call = ModelCall(node.component, node.op, state.tensors)
-        key = (node.component, node.op, state.facts["input"]) if "input" in state.facts else None
+        static = state.facts["static"]
+        call = ModelCall(node.component, node.op, state.tensors, static)
+        key = None
+        if "input" in state.facts:
+            key = (node.component, node.op, (state.facts["input"], *static.items()))
         return WorkPlan(unit=UNITS[node.op], calls=(call,), label=node.id, cache_key=key)
 
     def advance(self, state: LoopState, result: StepResult) -> LoopState:

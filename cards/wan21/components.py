@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cards.errors import UserError
 from cards.wan21.first_block import first_block_cache
-from cards.wan21.padding import fold, install
+from cards.wan21.padding import fold, install, kept_tokens
 
 Tensors = Mapping[str, Tensor]
 
@@ -57,9 +58,18 @@ def tokenize(tokenizer: Any, prompt: str, max_sequence_length: int) -> dict[str,
 
 
 def encode_text(encoder: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:
-    """(B, L, D) last hidden states, zero after each prompt's end."""
-    hidden_BLD = encoder(tensors["ids"], tensors["mask"]).last_hidden_state
-    return hidden_BLD.masked_fill(~tensors["mask"].bool().unsqueeze(-1), 0)
+    """(B, L, D) last hidden states, zero after each prompt's end.
+
+    In folded text padding the encoder reads no more of the padding, which it masks anyway, than a forward will.
+    """
+    ids_BL, mask_BL = tensors["ids"], tensors["mask"]
+    length = ids_BL.shape[1]
+    if static.get("text_padding") == "folded":
+        kept = kept_tokens(mask_BL.bool().any(0))
+        ids_BL, mask_BL = ids_BL[:, :kept], mask_BL[:, :kept]
+    hidden_BLD = encoder(ids_BL, mask_BL).last_hidden_state
+    hidden_BLD = hidden_BLD.masked_fill(~mask_BL.bool().unsqueeze(-1), 0)
+    return pad(hidden_BLD, (0, 0, 0, length - hidden_BLD.shape[1]))
 
 
 def predict_velocity(transformer: Any, tensors: Tensors, static: Mapping[str, Any]) -> Tensor:

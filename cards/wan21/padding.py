@@ -55,13 +55,14 @@ def install(transformer: Any, length: int) -> None:
             block.attn2.set_processor(FoldedPadding(length))
 
 
-def fold(text_BLD: Tensor) -> Tensor:
-    """``text_BLD`` without most of its zero padding: a multiple of ``BUCKET`` tokens of which the last is padding.
-
-    The text as it is when a prompt fills it too far for that.
-    """
-    length = text_BLD.shape[1]
-    used_L = (text_BLD != 0).any(2).any(0)
+def kept_tokens(used_L: Tensor) -> int:
+    """How many of L tokens are kept where ``used_L`` (bool) are not padding: a multiple of ``BUCKET``, the last of them
+    padding; all L when a prompt fills them too far for that."""
+    length = used_L.shape[0]
     tokens = int(torch.nonzero(used_L).max()) + 1 if bool(used_L.any()) else 0
-    kept = (tokens // BUCKET + 1) * BUCKET
-    return text_BLD[:, :kept] if kept < length else text_BLD
+    return min((tokens // BUCKET + 1) * BUCKET, length)
+
+
+def fold(text_BLD: Tensor) -> Tensor:
+    """``text_BLD`` without most of its zero padding, see :func:`kept_tokens`."""
+    return text_BLD[:, : kept_tokens((text_BLD != 0).any(2).any(0))]

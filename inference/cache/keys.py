@@ -40,12 +40,12 @@ class FeatureKey:
     precision: str
     operation: str
     inputs: Any
-    """Digest of the input tensors."""
+    """Digest of the input tensors, and the call's static inputs."""
     contract: int = CONTRACT_VERSION
 
 
 def feature_key(instance: ModelInstance, cache_key: tuple[Any, ...]) -> FeatureKey:
-    """The key of a plan's ``(component, operation, input digest)`` on this instance, as its weights are now."""
+    """The key of a plan's ``(component, operation, inputs)`` on this instance, as its weights are now."""
     component, operation, inputs = cache_key
     resident = instance.residents[component]
     return FeatureKey(

@@ -129,3 +129,33 @@ def test_a_card_says_how_its_calls_pad(wan_folder: Path) -> None:
         torch.testing.assert_close(a.latents, b.latents, atol=1e-4, rtol=0)
     again = engine.run_interleaved(requests, instance)
     assert all(torch.equal(a.latents, b.latents) for a, b in zip(full, again, strict=True))
+
+
+def test_the_encoder_reads_no_more_padding_than_a_forward(wan_folder: Path) -> None:
+    """Folded, a prompt's features are those of the whole padding up to rounding; each numerics has its own in the cache,
+    and in full padding the encoder sees every token as the library's does."""
+    from inference.engine import Engine
+    from inference.instance import ModelInstance
+    from inference.load import card_of
+
+    card = card_of(wan_folder)
+    folded = card.model_copy(update={"precision": card.precision.model_copy(update={"text_padding": "folded"})})
+    instance = ModelInstance.from_folder(card, wan_folder)
+    engine = Engine("cpu")
+    seen: list[int] = []
+    encoder = instance.module("text_encoder")
+    handle = encoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    longest = card.sampling.max_sequence_length
+    prompts = ["", "a red circle", " ".join(["circle"] * longest)]
+    full = engine.encode(prompts, instance)
+    assert seen == [longest] * 3
+    seen.clear()
+    cut = engine.encode(prompts, instance.view({}, folded))
+    assert seen == [BUCKET, BUCKET, longest]
+    engine.encode(prompts, instance)  # both are kept
+    assert len(seen) == 3
+    handle.remove()
+    for a, b in zip(full, cut, strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a != 0, b != 0)
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
