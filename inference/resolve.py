@@ -227,7 +227,7 @@ def _problems(
 def _sde_problems(sde: Any, values: dict[str, Any], spec_kind: str) -> list[str]:
     """What is wrong with a request's SDE for the loop and the settled values."""
     if not isinstance(sde, SDE):
-        return [f"sde: got {sde!r}, expected an SDE (kind, level, window), or nothing for the ODE"]
+        return [f"sde: got {sde!r}, expected an SDE (kind, level, window, seed), or nothing for the ODE"]
     found = []
     if not LOOPS[spec_kind].takes_sde:
         able = ", ".join(sorted(kind for kind, loop in LOOPS.items() if loop.takes_sde))
@@ -240,6 +240,8 @@ def _sde_problems(sde: Any, values: dict[str, Any], spec_kind: str) -> list[str]
         found.append(f"sde level: got {sde.level!r}, expected a number > 0; for the ODE leave sde out")
     elif sde.kind == "cps" and sde.level > 1:
         found.append(f"sde level: got {sde.level!r}, expected at most 1 for cps")
+    if sde.seed is not None and not (is_number(sde.seed, numbers.Integral) and 0 <= sde.seed <= MAX_SEED):
+        found.append(f"sde seed: got {sde.seed!r}, expected 0 .. 2^63 - 1, or nothing for the request's noise")
     if sde.window is not None:
         found += _window_problems(sde.window, values["steps"])
     return found

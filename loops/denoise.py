@@ -51,6 +51,8 @@ class DenoiseLoop(Loop):
         assert ctx.spec is not None and params is not None
         geometry = instance.card.geometry
         noise, generator = initial_noise(params.seed, geometry.latent_shape(params.frames, params.height, params.width))
+        if params.sde is not None and params.sde.seed is not None:
+            generator = torch.Generator("cpu").manual_seed(params.sde.seed)
         text = ctx.slots["text"]
         tensors = {"latents": noise.to(text.device), "text": text}
         if params.guided:

@@ -141,6 +141,9 @@ class SDE:
     """a > 0, how much noise; at most 1 for cps."""
     window: tuple[int, int] | None = None
     """Steps [start, stop) that are taken with noise, the others follow the ODE; None: all."""
+    seed: int | None = None
+    """Of the steps' noise: requests of one seed then start at the same latents and part ways; None goes on with the
+    request's own generator."""
 
     def steps(self, total: int) -> range:
         """The steps of ``total`` that are taken with noise."""

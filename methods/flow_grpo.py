@@ -10,6 +10,7 @@ Legend: G prompts (groups), K samples a group, N = G K.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -43,6 +44,8 @@ class FlowGRPO(Method):
         sde: ``flow`` | ``dance`` | ``cps``.
         level: a, how much noise.
         window: [start, stop) steps with noise, the others follow the ODE; None: all.
+        same_latent: the samples of a prompt start at the same latents: what sets them apart are the noisy steps alone,
+            which are what is trained. Else each starts at its own.
         clip_range: eps of PPO's clip; log-probs are means over dims, so that it is small.
         kl: weight of the exact KL divergence from the base; 0 has no reference role.
         a_max: bound of the advantages.
@@ -64,6 +67,7 @@ class FlowGRPO(Method):
         sde: str = "flow",
         level: float = 0.7,
         window: Sequence[int] | None = None,
+        same_latent: bool = False,
         clip_range: float = 1e-3,
         kl: float = 0.0,
         a_max: float = 5.0,
@@ -78,6 +82,7 @@ class FlowGRPO(Method):
         self.guidance = guidance
         steps: Any = tuple(window) if isinstance(window, list) else window
         self.sde = SDE(sde, level, steps)
+        self.same_latent = same_latent
         self.advantage_std = advantage_std
         self.path_loss = PathLoss(
             clip_range=clip_range,
@@ -154,7 +159,13 @@ class FlowGRPO(Method):
         groups = range(*share.indices(len(batch)))
         prompts = [batch[g].text for g in groups for _ in range(self.samples)]
         seeds = rollout_seeds(seed, step, groups, self.samples)
-        return RolloutPlan(STUDENT, tuple(map(self._request, prompts, seeds)))
+        requests = tuple(map(self._request, prompts, seeds))
+        if self.same_latent:
+            requests = tuple(
+                replace(request, seed=seeds[i - i % self.samples], sde=replace(self.sde, seed=request.seed))
+                for i, request in enumerate(requests)
+            )
+        return RolloutPlan(STUDENT, requests)
 
     def gates(self, ctx: Context) -> dict[str, GateReport]:
         return {"c2_log_prob": log_prob_gate(ctx.roles.instance(STUDENT), self._request(GATE_PROMPT, ctx.seed))}

@@ -62,7 +62,7 @@ class Paths:
         params = artifacts[0].provenance.params
         records: list[Any] = [artifact.behaviour for artifact in artifacts]
         assert all(isinstance(record, BehaviourRecord) and record.conditions is not None for record in records)
-        assert all(a.provenance.params == replace(params, seed=a.provenance.params.seed) for a in artifacts)
+        assert len({_policy_of(artifact) for artifact in artifacts}) == 1
         return cls(
             sde=params.sde,
             guidance=params.guidance,
@@ -81,6 +81,12 @@ class Paths:
     def rolled_out(self, pairs: Sequence[Pair]) -> Tensor:
         """(B,) the rollout's own log-probs."""
         return torch.stack([self.log_probs_NK[n, k] for n, k in pairs])
+
+
+def _policy_of(artifact: Artifact) -> Any:
+    """A request's parameters but for its seeds."""
+    params = artifact.provenance.params
+    return replace(params, seed=0, sde=replace(params.sde, seed=None))
 
 
 def roll_out_paths(

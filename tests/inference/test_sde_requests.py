@@ -41,6 +41,7 @@ MIXED = (
     replace(BASE, seed=4, sde=SDE("dance", 0.3), guidance=3.0),
     replace(BASE, seed=5, sde=SDE("cps", 0.8), steps=3, output="video"),
     replace(BASE, seed=6, sde=SDE(window=(1, 3)), prompt="the blue square", guidance=2.0, guidance_policy="batched"),
+    replace(BASE, seed=6, sde=SDE(window=(1, 3), seed=11)),
     replace(BASE, seed=7, sde=None),
     replace(BASE, seed=8, sde=SDE(), profile=Profile.SERVE, capture=()),
     replace(BASE, seed=9, sde=None, solver="unipc", profile=Profile.SERVE, capture=()),
@@ -133,6 +134,24 @@ def test_another_seed_or_level_is_another_sample(instance: ModelInstance) -> Non
     assert all(not torch.equal(a, b) for i, a in enumerate(latents) for b in latents[:i])
 
 
+def test_a_seed_of_its_own_sets_samples_apart_that_start_alike(instance: ModelInstance) -> None:
+    apart = [replace(BASE, sde=SDE(window=(1, 3), seed=seed)) for seed in (1, 2)]
+    first, second = (Engine().run(request, instance).behaviour for request in apart)
+    assert first is not None and first.trajectory is not None
+    assert second is not None and second.trajectory is not None
+    start, draw = initial_noise(3, tuple(first.trajectory[0].shape))[0][0], torch.Generator().manual_seed(1)
+    assert torch.equal(first.trajectory[0], start) and torch.equal(second.trajectory[0], start)
+    assert torch.equal(first.trajectory[1], second.trajectory[1])  # a step of the ODE
+    assert not torch.equal(first.trajectory[2], second.trajectory[2])
+    moved = replace(BASE, seed=4, sde=SDE(window=(1, 3), seed=1))
+    assert not torch.equal(Engine().run(moved, instance).latents, Engine().run(apart[0], instance).latents)
+    assert first.sde_states is not None and first.velocities is not None and first.sde_sigmas is not None
+    reached = sde_step(
+        "flow", first.trajectory[1:2], first.velocities[1:2], first.sde_sigmas[:1], first.sde_sigmas[1:2], 0.7
+    )
+    assert torch.equal(reached.sample(torch.randn((1, *start.shape), generator=draw))[0], first.sde_states[1])
+
+
 # -- off by default
 
 
@@ -216,6 +235,8 @@ BAD: tuple[tuple[Any, str], ...] = (
     (SDE(window=(-1, 2)), r"sde window: got \(-1, 2\)"),
     (SDE(window=(0, 1.5)), r"sde window: got \(0, 1.5\)"),  # type: ignore[arg-type]
     (SDE(window=3), "sde window: got 3"),  # type: ignore[arg-type]
+    (SDE(seed=-1), "sde seed: got -1, expected 0 .. 2"),
+    (SDE(seed=0.5), "sde seed: got 0.5"),  # type: ignore[arg-type]
 )
 
 

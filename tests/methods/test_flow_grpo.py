@@ -107,7 +107,20 @@ def move(ctx: Any, role: str, scale: float = 0.05) -> None:
 # -- the gradient
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.0}, {"sde": "dance", "level": 0.3, "window": [0, 2]}])
+def test_samples_of_a_prompt_may_start_at_the_same_latents() -> None:
+    plan = grpo(same_latent=True).rollout_plan(prompts(), 3, seed=0, world=World())
+    apart = grpo().rollout_plan(prompts(), 3, seed=0, world=World())
+    samples = len(plan.requests) // 2
+    assert [request.seed for request in plan.requests] == [
+        apart.requests[i - i % samples].seed for i in range(2 * samples)
+    ]
+    assert [request.sde.seed for request in plan.requests if request.sde] == [r.seed for r in apart.requests]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"guidance": 2.0}, {"sde": "dance", "level": 0.3, "window": [0, 2]}, {"same_latent": True}],
+)
 def test_from_rewards_to_the_policy_gradient_of_the_samples_that_count(training: Any, options: dict[str, Any]) -> None:
     """-mean A grad log-prob over the noisy steps, without the failed sample and the group whose rewards are equal."""
     table = np.array([[0.1, 0.9, NAN, 0.3], [0.5, 0.5, 0.5, 0.5]])
