@@ -23,6 +23,7 @@ from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.parity.behaviour import behaviour_gate
 from inference.parity.interleave import GateReport
+from inference.text_kv import pool_bytes
 from methods.ladder import ladder_of
 from methods.method import Context, Method, Update
 from methods.rewards.reward import Reward
@@ -98,7 +99,13 @@ class PostTrainingModule(LightningModule):
         self.roles = Roles(base, names, method.lora, card=card, trained=self.optimizer_specs, others=others)
         method.attach_heads(self.roles)
         self.base = base
-        self.engine = Engine(base.device, batching="shape", max_rows=max_rows)
+        self.engine = Engine(
+            base.device,
+            batching="shape",
+            max_rows=max_rows,
+            kv_bytes=pool_bytes(base, max_rows),
+            share_prefixes=False,
+        )
         self.rollouts = settings.make(self.engine, self.roles, max_rows)
         self.batch_at = batch_at
         if isinstance(self.rollouts, Asynchronous):

@@ -79,6 +79,8 @@ class ProcessRollouts(RolloutSettings):
             threads=self.threads,
             batching=engine.batching,
             max_rows=max_rows,
+            kv_bytes=engine.kv_bytes,
+            share_prefixes=engine.share_prefixes,
             chunk=self.chunk_mib * 2**20,
         )
 

@@ -75,6 +75,8 @@ class Engine:
         cache_bytes: bound of the feature cache.
         kv_bytes: size of the pool of keys and values of each language model; 0 gives every text a cache of its own
             that grows, and no two texts share a forward.
+        share_prefixes: texts that begin alike share keys and values where batching is on. False where a result must not
+            depend on the texts before it, as when a resumed run is to repeat an uninterrupted one.
         observers: see every forward and step, in this order; a step that one refuses fails its request alone.
         interceptors: change calls and results of the requests whose ``extensions`` name them.
         exact: True refuses whatever may change a result's bits: batching, and interceptors that are not exact.
@@ -91,6 +93,7 @@ class Engine:
         max_rows: int = 32,
         cache_bytes: int = 256 * 2**20,
         kv_bytes: int = 0,
+        share_prefixes: bool = True,
         observers: Sequence[Observer] = (),
         interceptors: Sequence[Interceptor] = (),
         exact: bool = False,
@@ -129,7 +132,8 @@ class Engine:
             self._prepare,
             self._carrier,
         )
-        self._texts = TextKV(self.caches, kv_bytes, share_prefixes=batching == "shape")
+        self.kv_bytes, self.share_prefixes = kv_bytes, share_prefixes
+        self._texts = TextKV(self.caches, kv_bytes, share_prefixes=share_prefixes and batching == "shape")
         self._apart: dict[Handle, None] = {}
         """Requests that a run moves, past the line."""
         self._idle_worlds: dict[LiveWorld, None] = {}

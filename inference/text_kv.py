@@ -12,7 +12,7 @@ from typing import Any
 from cards.errors import UserError
 from cards.program import Node
 from inference.cache.manager import CacheManager
-from inference.cache.paged import PagedPool
+from inference.cache.paged import PagedPool, PagedSpec
 from inference.cache.paged_source import PagedSource
 from inference.cache.paged_transformers import paged_spec
 from inference.instance import ModelInstance
@@ -22,7 +22,38 @@ from inference.slab_kv import PooledSlabs, rolls_out, slab_bytes
 from loops.loop import KVSource, SamplingParams
 
 BLOCK_TOKENS = 16
+MOST_BYTES = 2**30
+"""Of a pool that nobody gave a size."""
 _NAMESPACES = itertools.count(1)
+
+
+def pool_bytes(instance: ModelInstance, texts: int) -> int:
+    """A size of the pools of a card's language models that lets so many requests be in flight, at most ``MOST_BYTES``.
+
+    0, which gives every text a cache of its own, where the card has none, or one request alone may need more than that.
+    A request's own prompt is taken to be no longer than what is said of it; of a text that a later model reads nothing
+    is known but that the context holds it.
+    """
+    limits = instance.card.sampling.text
+    models = [loop.components["lm"] for loop in instance.card.loops.values() if "lm" in loop.components]
+    if limits is None or not models:
+        return 0
+    sizes = [_spec(instance, component, blocks=1) for component in models]
+    most = sum(size.blocks_for(limits.context) * size.block_bytes for size in sizes)
+    tokens = [min(2 * limits.max_tokens, limits.context), *[limits.context] * (len(models) - 1)]
+    usual = sum(size.blocks_for(n) * size.block_bytes for size, n in zip(sizes, tokens, strict=True))
+    return 0 if most > MOST_BYTES else max(most, min(texts * usual, MOST_BYTES))
+
+
+def _spec(instance: ModelInstance, component: str, *, blocks: int) -> PagedSpec:
+    config: Any = instance.config(component)
+    return paged_spec(
+        config,
+        blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        dtype=instance.dtype(component),
+        device=instance.device_of(component),
+    )
 
 
 class TextKV:
@@ -55,18 +86,12 @@ class TextKV:
 
     def pool(self, instance: ModelInstance, component: str) -> PagedPool:
         """The pool of a component, made at its first use."""
-        config: Any = instance.config(component)
         name = (component, instance.residents[component].uid)
-        sizes: dict[str, Any] = {
-            "dtype": instance.dtype(component),
-            "device": instance.device_of(component),
-            "block_tokens": BLOCK_TOKENS,
-        }
-        one = paged_spec(config, blocks=1, **sizes)
+        one = _spec(instance, component, blocks=1)
         blocks = self._kv_bytes // one.block_bytes
         if blocks < 1:
             raise UserError(f"kv_bytes: got {self._kv_bytes}, but one block of {component!r} takes {one.block_bytes}")
-        return self._caches.own_pool(name, paged_spec(config, blocks=blocks, **sizes))
+        return self._caches.own_pool(name, _spec(instance, component, blocks=blocks))
 
     def bytes_of(self, resolved: ResolvedRequest, nodes: tuple[Node, ...], instance: ModelInstance) -> int:
         """What a request fills at most: the blocks of its prompt and of all tokens that it may add, or its slab."""

@@ -21,6 +21,8 @@ class WorkerSettings:
     """torch's threads inside an operation."""
     batching: str
     max_rows: int
+    kv_bytes: int
+    share_prefixes: bool
     matmul_precision: str
     """As ``torch.get_float32_matmul_precision`` has it."""
 

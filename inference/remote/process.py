@@ -78,6 +78,8 @@ class EngineProcess:
         threads: int | None = None,
         batching: str = "shape",
         max_rows: int = 32,
+        kv_bytes: int = 0,
+        share_prefixes: bool = True,
         chunk: int = CHUNK,
         setup: Callable[[], object] | None = None,
     ):
@@ -85,6 +87,8 @@ class EngineProcess:
         self.threads = threads
         self.batching = batching
         self.max_rows = max_rows
+        self.kv_bytes = kv_bytes
+        self.share_prefixes = share_prefixes
         self.chunk = chunk
         self.setup = setup
         self.sent_bytes = 0
@@ -121,6 +125,8 @@ class EngineProcess:
             threads=torch.get_num_threads() if self.threads is None else self.threads,
             batching=self.batching,
             max_rows=self.max_rows,
+            kv_bytes=self.kv_bytes,
+            share_prefixes=self.share_prefixes,
             matmul_precision=torch.get_float32_matmul_precision(),
         )
         context = multiprocessing.get_context("spawn")

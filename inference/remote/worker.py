@@ -58,7 +58,13 @@ class Worker:
         self.connection = connection
         self.device = settings.device
         batching: Any = settings.batching
-        self.engine = Engine(settings.device, batching=batching, max_rows=settings.max_rows)
+        self.engine = Engine(
+            settings.device,
+            batching=batching,
+            max_rows=settings.max_rows,
+            kv_bytes=settings.kv_bytes,
+            share_prefixes=settings.share_prefixes,
+        )
         self.slots: dict[str, ModelInstance] = {}
         self._bases: dict[Path, ModelInstance] = {}
         """Folder -> the first instance of it, whose frozen components all others share."""

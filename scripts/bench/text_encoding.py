@@ -3,8 +3,8 @@
     python scripts/bench/text_encoding.py [rounds=5] [prompts=16] [threads=1]
 
 Both sides are the bundled tiny card's own text encoder in one engine, on the same prompts, none of them met before: the
-feature cache is of no help, as with a prompt refiner whose every rewrite is new. The figure is the median over rounds of
-full / folded; the features' largest difference is printed beside it.
+cache of features is of no help, as with a prompt refiner whose every rewrite is new. The figure is the median over
+rounds of full / folded; the features' largest difference is printed beside it.
 """
 
 from __future__ import annotations

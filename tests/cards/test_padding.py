@@ -132,8 +132,8 @@ def test_a_card_says_how_its_calls_pad(wan_folder: Path) -> None:
 
 
 def test_the_encoder_reads_no_more_padding_than_a_forward(wan_folder: Path) -> None:
-    """Folded, a prompt's features are those of the whole padding up to rounding; each numerics has its own in the cache,
-    and in full padding the encoder sees every token as the library's does."""
+    """Folded, a prompt's features are those of the whole padding up to rounding; each numerics has its own in the
+    cache, and in full padding the encoder sees every token as the library's does."""
     from inference.engine import Engine
     from inference.instance import ModelInstance
     from inference.load import card_of

@@ -30,6 +30,7 @@ from methods.rewards.reward import Reward, RewardBatch, Scores
 from methods.rewrites import Caption, Ended, make_format
 from methods.roles import REFERENCE, STUDENT
 from methods.unirl import Credit, UniRL, refiners_of
+from methods.world import World
 from tests.support.tiny_unified import save_tiny_unified
 
 LLM, OF_REFERENCE = "llm", "llm_of_reference"
@@ -113,6 +114,27 @@ def step_by_step(method: UniRL, ctx: Context, step: int = 0) -> Iterator[str]:
 
 
 # -- who learns from what
+
+
+def test_the_texts_of_a_rollout_share_forwards_and_leave_no_trace(unified: Any) -> None:
+    """The trainer's engine has a pool for the language model; what texts before them left there changes no bit."""
+    method = unirl(num_skip_refinement=0)
+    module = unified.module(method, reward=rising())
+    student, rows = module.roles.instance(STUDENT), []
+    handle = student.module(LLM).register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    requests = method.rollout_plan(PROMPTS, 0, seed=0, world=World()).requests
+    first = module.engine.run_interleaved(requests, student)
+    assert max(rows) >= 4
+    assert len(rows) < sum(len(text.token_ids) for artifact in first for text in artifact.completions.values())
+    module.engine.run_interleaved(method.rollout_plan(PROMPTS, 1, seed=0, world=World()).requests, student)
+    again = module.engine.run_interleaved(requests, student)
+    handle.remove()
+    assert [artifact.refined for artifact in first] == [artifact.refined for artifact in again]
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a.latents, b.latents)
+        assert all(torch.equal(a.tokens[node].logprobs, b.tokens[node].logprobs) for node in a.tokens)
 
 
 def test_a_group_is_of_originals_and_rewrites_and_is_judged_by_the_original(unified: Any) -> None:
