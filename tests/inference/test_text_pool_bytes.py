@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cards.unified.card import card_from_folder
 from inference import text_kv
-from inference.engine import Engine
 from inference.instance import ModelInstance
 from inference.load import card_of
 from inference.text_kv import pool_bytes
@@ -17,7 +17,8 @@ from tests.support.tiny_unified import save_tiny_unified
 
 @pytest.fixture(scope="module")
 def unified(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelInstance:
-    return Engine().load(save_tiny_unified(wan_folder, tmp_path_factory.mktemp("unified") / "card"))
+    folder = save_tiny_unified(wan_folder, tmp_path_factory.mktemp("unified") / "card")
+    return ModelInstance.load(card_from_folder(folder))
 
 
 def block_bytes(instance: ModelInstance) -> int:
