@@ -32,6 +32,7 @@ from fastvideo_train.rollout_record import RecordPlan, plan_record
 from fastvideo_train.rollouts import InProcessRollouts, RolloutSettings
 from inference.instance import ModelInstance
 from inference.resident import Resident
+from inference.text_kv import language_models
 from loops.loop import ModelCall, Profile
 from methods.forward import velocity
 from methods.method import Method
@@ -65,6 +66,10 @@ class Row:
     """Bytes, as all others."""
     gradients: int = 0
     optimizer: int = 0
+
+
+TEXTS = "keys and values of texts"
+"""Of the roles that generate: the student, and the average that is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,9 @@ def plan_memory(
     settings = InProcessRollouts() if rollouts is None else rollouts
     module = _module(card, method, plan, settings)
     rows = [*_role_rows(module, shards), *_frozen_rows(card, module.roles)]
+    if module.engine.kv_bytes:
+        pools = len(language_models(module.card)) * (1 if method.ema is None else 2)
+        rows.append(Row(TEXTS, weights=pools * module.engine.kv_bytes))
     rows += [
         Row(f"reward {name}", weights=_weights(judge)) for name, judge in ({} if rewards is None else rewards).items()
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from cards.card import ModelCard
 from cards.errors import UserError
 from cards.program import Node
 from inference.cache.manager import CacheManager
@@ -35,7 +36,7 @@ def pool_bytes(instance: ModelInstance, texts: int) -> int:
     is known but that the context holds it.
     """
     limits = instance.card.sampling.text
-    models = [loop.components["lm"] for loop in instance.card.loops.values() if "lm" in loop.components]
+    models = [component for component in language_models(instance.card) if component in instance.residents]
     if limits is None or not models:
         return 0
     sizes = [_spec(instance, component, blocks=1) for component in models]
@@ -43,6 +44,11 @@ def pool_bytes(instance: ModelInstance, texts: int) -> int:
     tokens = [min(2 * limits.max_tokens, limits.context), *[limits.context] * (len(models) - 1)]
     usual = sum(size.blocks_for(n) * size.block_bytes for size, n in zip(sizes, tokens, strict=True))
     return 0 if most > MOST_BYTES else max(most, min(texts * usual, MOST_BYTES))
+
+
+def language_models(card: ModelCard) -> list[str]:
+    """Components that decode text, one for each loop that does."""
+    return [loop.components["lm"] for loop in card.loops.values() if "lm" in loop.components]
 
 
 def _spec(instance: ModelInstance, component: str, *, blocks: int) -> PagedSpec:

@@ -7,7 +7,7 @@ and tokenizer are copies. The image encoder is a CLIP vision tower that was neve
 
     python scripts/pretrain/i2v.py widen --out build/i2v-start
     python train.py method=finetune card=wan21_i2v card.source=build/i2v-start run=i2v method.text_padding=folded \
-        lr=1e-3 batch_size=24 steps=2000 method.warmup=20 eval.prompts=none
+        lr=1e-3 batch_size=24 steps=800 method.ema=0.98 eval.prompts=none
     python scripts/pretrain/i2v.py measure --folder outputs/i2v/export
     python scripts/pretrain/i2v.py bundle --export outputs/i2v/export --out cards/wan21_i2v/weights/tiny
 

@@ -18,7 +18,7 @@ from fastvideo_train.checkpoint import gather_roles, weight_change
 from fastvideo_train.data.prompts import Prompt
 from fastvideo_train.evaluation import EvalItem, EvalSettings, evaluate
 from fastvideo_train.export import export_model, reference_request
-from fastvideo_train.memory_plan import Clip, plan_memory
+from fastvideo_train.memory_plan import TEXTS, Clip, plan_memory
 from fastvideo_train.module import ParityError
 from fastvideo_train.parallel.plan import Single
 from inference.engine import Engine
@@ -482,4 +482,5 @@ def test_the_memory_plan_counts_both_models(unified: Any) -> None:
     assert found["joint"][REFERENCE].weights == found["joint"][LLM].weights
     assert found["prompt_only"][LLM] == found["joint"][LLM]
     assert found["prompt_only"][STUDENT].optimizer == 0
+    assert found["joint"][TEXTS].weights > 0
     assert found["generator_only"][LLM].optimizer == 0 and REFERENCE not in found["generator_only"]
