@@ -120,17 +120,21 @@ def test_the_texts_of_a_rollout_share_forwards_and_leave_no_trace(unified: Any) 
     """The trainer's engine has a pool for the language model; what texts before them left there changes no bit."""
     method = unirl(num_skip_refinement=0)
     module = unified.module(method, reward=rising())
-    student, rows = module.roles.instance(STUDENT), []
+    student, shapes = module.roles.instance(STUDENT), []
     handle = student.module(LLM).register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    requests = method.rollout_plan(PROMPTS, 0, seed=0, world=World()).requests
+    prompts = [Prompt("a red circle and a blue square " * 3)] * 2  # of several blocks, which a shared prefix would skip
+    requests = method.rollout_plan(prompts, 0, seed=0, world=World()).requests
     first = module.engine.run_interleaved(requests, student)
-    assert max(rows) >= 4
-    assert len(rows) < sum(len(text.token_ids) for artifact in first for text in artifact.completions.values())
-    module.engine.run_interleaved(method.rollout_plan(PROMPTS, 1, seed=0, world=World()).requests, student)
+    seen = list(shapes)
+    assert max(rows for rows, _ in seen) >= 4
+    assert len(seen) < sum(len(text.token_ids) for artifact in first for text in artifact.completions.values())
+    module.engine.run_interleaved(method.rollout_plan(prompts, 1, seed=0, world=World()).requests, student)
+    shapes.clear()
     again = module.engine.run_interleaved(requests, student)
     handle.remove()
+    assert shapes == seen
     assert [artifact.refined for artifact in first] == [artifact.refined for artifact in again]
     for a, b in zip(first, again, strict=True):
         assert torch.equal(a.latents, b.latents)
