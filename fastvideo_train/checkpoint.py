@@ -30,6 +30,7 @@ from cards.errors import UserError
 from cards.source import load_component, resolve_folder
 from fastvideo_train.module import PostTrainingModule
 from fastvideo_train.trained_weights import trained_module
+from methods.method import OptimizerSpec
 from methods.roles import LoRA, trainable_component
 
 STATE_FILE = "state.pt"
@@ -203,6 +204,8 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> None:
     """Puts a state back into a configured module, under whatever plan. Call on every rank.
 
+    Rates, betas and weight decay are the run's own, not the checkpoint's: `resume=auto lr=1e-5` goes on at 1e-5.
+
     Raises :class:`CheckpointError` when its roles or their weights are others: other LoRA, EMA or reference settings.
     """
     _check_roles(state["roles"], module)
@@ -214,11 +217,26 @@ def restore(state: dict[str, Any], meta: Meta, module: PostTrainingModule) -> No
             set_optimizer_state_dict(module.roles, optimizer, state["optimizers"][role], options=options)
     for role, schedule in module.role_schedules().items():
         schedule.load_state_dict(state["schedules"][role])
+        _take_settings(schedule, module.optimizer_specs[role])
     module.method.restore(state["method"])
     module.step_index = meta.step
     module.optimizer_steps = meta.optimizer_steps
     for name in (*module.roles.names, *module.roles.apart):
         module.roles.changed(name)
+
+
+def _take_settings(schedule: Any, spec: OptimizerSpec) -> None:
+    """What the run asks of an optimizer, where it stands in its schedule."""
+    groups = schedule.optimizer.param_groups
+    schedule.base_lrs = [spec.lr] * len(groups)
+    for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
+        group.update(
+            initial_lr=spec.lr,
+            lr=spec.lr * factor(schedule.last_epoch),
+            betas=spec.betas,
+            weight_decay=spec.weight_decay,
+        )
+    schedule._last_lr = [group["lr"] for group in groups]
 
 
 def _check_roles(stored: Mapping[str, Mapping[str, Any]], module: PostTrainingModule) -> None:

@@ -245,6 +245,27 @@ def test_a_state_loads_without_unpickling_code(training: Any, tmp_path: Path) ->
     assert json.loads((checkpoint / ckpt.META_FILE).read_text())["card_name"] == training.card.name
 
 
+def test_a_resumed_run_takes_its_own_rate_betas_and_decay(training: Any, tmp_path: Path) -> None:
+    def of(**settings: Any) -> Any:
+        return training.module(Finetune(steps=4, batch_size=4, warmup=4, lr_schedule="cosine", **settings))
+
+    first = of(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    at_end(first, lambda: ckpt.save(tmp_path / "checkpoints", first, {}))
+    training.fit(first, [batch("finetune", step) for step in range(2)])
+    checkpoint = ckpt.find_last(tmp_path)
+    assert checkpoint is not None
+
+    second = of(lr=4e-3, betas=(0.5, 0.9), weight_decay=0.0)
+    second.on_start = lambda: ckpt.restore(ckpt.load_state(checkpoint), ckpt.read_meta(checkpoint), second)
+    kept: dict[str, Any] = {}
+    at_end(second, lambda: kept.update(second.role_optimizers()["student"].param_groups[0]))
+    tail = training.fit(second, [batch("finetune", 2)])
+
+    assert [row["train/lr"] for row in tail] == [4e-3 * second.method.lr_factor(2, steps=4)]
+    assert (kept["betas"], kept["weight_decay"]) == ((0.5, 0.9), 0.0)
+    assert kept["lr"] == 4e-3 * second.method.lr_factor(3, steps=4)
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
