@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from fastvideo_train.data.progress import data_progress
+from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.data.video_folder import (
     Clip,
     DataError,
@@ -173,8 +173,7 @@ def _encode_pending(
     failed: dict[str, str] = {}
     latents: dict[str, torch.Tensor] = {}
     batch: dict[str, np.ndarray] = {}
-    with data_progress("clips") as progress:
-        task = progress.add_task("encoding the data set", total=len(pending))
+    with Progress().phase("encoding the data set", len(pending), unit="clip") as bar:
         for position, clip in enumerate(pending, start=1):
             try:
                 batch[clip.sha256] = read_clip(clip.row.path, geometry)
@@ -188,7 +187,7 @@ def _encode_pending(
                 shard = _write_shard(root, latents)
                 stored.update(dict.fromkeys(latents, shard))
                 latents.clear()
-            progress.update(task, completed=position)
+            bar.advance()
     return stored, failed
 
 

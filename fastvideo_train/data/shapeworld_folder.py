@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from cards.errors import UserError, unknown_name
+from fastvideo_train.callbacks.progress import Progress
 from fastvideo_train.data.latent_cache import locked
-from fastvideo_train.data.progress import data_progress
 from fastvideo_train.data.video_folder import METADATA
 from inference.media import write_video
 from methods.shapeworld.heldout import training_caption, training_scene
@@ -77,13 +77,14 @@ def _write_clips(folder: Path, n: int, seed: int, draw: Draw) -> None:
     (folder / "videos").mkdir()
     digits = max(4, len(str(n - 1)))
     rows: list[str] = []
-    with data_progress("clips") as progress:
-        for index in progress.track(range(n), description="writing ShapeWorld"):
+    with Progress().phase("writing ShapeWorld", n, unit="clip") as bar:
+        for index in range(n):
             rng = np.random.default_rng([seed, index])
             name = f"videos/{index:0{digits}d}.mp4"
             clip_FHWC, row = draw(rng)
             rows.append(json.dumps({"file_name": name, **row}))
             write_video(folder / name, clip_FHWC, FPS, lossless_chroma=True)
+            bar.advance()
     (folder / METADATA).write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 

@@ -100,6 +100,17 @@ def test_the_second_build_encodes_nothing_and_edits_cost_only_what_changed(folde
     assert torch.all(LatentReader(index.root).read(index.rows[7]) == -1.0)
 
 
+def test_a_log_file_hears_of_the_encoding_while_it_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastvideo_train.callbacks.progress._LEAST_SECONDS", 0.0)
+    build(folder, pooled)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "encoding the data set  0/10  started"
+    assert lines[5].startswith("encoding the data set  5/10  (50 %)") and "clip" in lines[5] and "ETA" in lines[5]
+    assert lines[-1].startswith("encoding the data set  10/10  done in")
+
+
 def test_another_vae_has_its_own_latents(folder: Path) -> None:
     build(folder, pooled)
     other = build(folder, lambda video: pooled(video) + 1, vae_digest="another")
