@@ -5,6 +5,7 @@ Everything that is wrong is reported at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,7 @@ from fastvideo_train.parallel.plan import Plan
 from fastvideo_train.rollouts import InProcessRollouts, RolloutSettings
 from fastvideo_train.rundir import check_free
 from inference.plain_request import plain_task
-from methods.method import Method
+from methods.method import Method, MethodWarning
 from methods.rewards.reward import Reward
 
 EVAL_PROMPTS = ("auto", "shapeworld", "source", "none")
@@ -119,6 +120,8 @@ def check_run(cfg: DictConfig, run_dir: Path) -> Parts:
         attempt(lambda: data.check(temporal_factor=geometry.temporal, spatial_factor=geometry.spatial))
     if problems:
         raise UserError(problems[0] if len(problems) == 1 else "\n".join(f"- {problem}" for problem in problems))
+    for caution in () if base is None or method is None else method.cautions(base):
+        warnings.warn(caution, MethodWarning, stacklevel=2)
     roles = others if others is not None else {}
     return Parts(card, base, method, plan, reward, data, prompts, roles, rollouts)
 

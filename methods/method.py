@@ -43,6 +43,10 @@ class Update:
     under that name."""
 
 
+class MethodWarning(UserWarning):
+    """A run that was seen to fail with such a card."""
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """AdamW of one role, or of one component beside the student's main one."""
@@ -251,6 +255,10 @@ class Method(ABC):
         if not any(component.trainable for component in card.components.values()):
             found.append(f"card {card.name!r} has no trainable component")
         return found
+
+    def cautions(self, card: ModelCard) -> list[str]:
+        """What may go wrong with the card that the run starts from, though it can run."""
+        return []
 
 
 def make_lora(options: dict[str, Any]) -> LoRA:

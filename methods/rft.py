@@ -121,6 +121,15 @@ class RFT(Finetune):
     def rollout_guidance(self) -> float:
         return self.guidance
 
+    def cautions(self, card: ModelCard) -> list[str]:
+        if card.recipe.method != "diffusion_nft":
+            return []
+        return [
+            f"card {card.name!r} was made by diffusion_nft, whose velocity is not that of the clips it draws: flow "
+            "matching on them destroyed such a model within 20 iterations (docs/decisions/0022); start from the card "
+            "that diffusion_nft started from"
+        ]
+
     def problems(self, card: ModelCard, world_size: int) -> list[str]:
         found = super().problems(card, world_size)
         least = 1 if self.keep == "threshold" else 2

@@ -213,3 +213,11 @@ def test_a_step_that_nobody_scores_stops_the_run(training: Any) -> None:
     ctx = training.context(rft(), TableReward([NAN] * 8))
     with pytest.raises(UserError, match=r"failed on all 8 samples of the step; first reasons: no face found"):
         descend(rft(), prompts(), 0, replace(ctx))
+
+
+def test_a_card_that_diffusion_nft_made_is_warned_of(training: Any) -> None:
+    card = training.card
+    made = card.model_copy(update={"recipe": card.recipe.model_copy(update={"method": "diffusion_nft"})})
+    assert rft().cautions(card) == []
+    (caution,) = rft().cautions(made)
+    assert "made by diffusion_nft" in caution and "0022" in caution
