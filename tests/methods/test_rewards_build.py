@@ -26,6 +26,7 @@ from methods.rewards.vlm_judge import VLMJudge
 CONF = Path(__file__).parents[2] / "conf"
 CLASSES = {
     "shape_eval": ShapeEvalReward,
+    "shape_eval_strict": ShapeEvalReward,
     "clip_score": CLIPScore,
     "pick_score": PickScore,
     "hps_score": HPSScore,
